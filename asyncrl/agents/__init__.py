@@ -1,0 +1,1 @@
+"""Agents: how one member of a group becomes a trajectory. Imports protocols, messages, config, errors."""

@@ -1,0 +1,168 @@
+"""The schema of pipeline.yaml: one frozen pydantic model per section, in the order of the file.
+
+Every field has a sentence (printed by `asyncrl check --explain KEY`) and a default unless it is required. What one field
+alone can say wrong is refused here; what two fields say wrong together is in `checks`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from asyncrl.config.entries import Advantage, Correction, Grpo, Loss, PpoClip, StalenessTis, name_to_mapping
+
+
+class Section(BaseModel):
+    """Strict (no coercion), frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    path: str = Field(min_length=1, description="A Hugging Face folder or hub name, or a built-in such as builtin/arithmetic.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trainer's forward and backward pass and of the served weights.")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field("auto", description="Attention implementation; auto takes flash_attention_2 on a GPU that has it, else sdpa.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory, more time.")
+    tokenizer: str | None = Field(None, description="Where the tokenizer lies, if not beside the model.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model folder. Off unless you trust its author.")
+
+
+class DataConfig(Section):
+    train: str = Field(min_length=1, description="Training prompts: a .jsonl or .parquet file, a built-in task, or a Python callable pkg.mod:fn or file.py:fn that yields rows.")
+    eval: str | None = Field(None, description="Held-out prompts for evaluation, in the same forms; null switches evaluation off.")
+    shuffle: bool = Field(True, description="Visit the rows of each epoch in an order drawn from the seed; false keeps the file's order.")
+    epochs: int | None = Field(None, ge=1, description="How often the rows are visited before the data ends; null goes on until training.steps are done.")
+
+
+class RolloutConfig(Section):
+    group_size: int = Field(8, ge=1, description="Responses asked of each prompt.")
+    max_prompt_tokens: int = Field(512, ge=1, description="A longer prompt is refused by name when its row is read.")
+    max_response_tokens: int = Field(512, ge=1, description="Most tokens in one response.")
+    temperature: float = Field(1.0, description="Sampling temperature; the trainer divides its logits by it.")
+    top_p: float = Field(1.0, description="Must be 1 in training: log-probs of a truncated distribution cannot be corrected.")
+    top_k: int = Field(-1, description="Must be -1 (off) in training, for the same reason.")
+    max_staleness: int = Field(2, ge=0, description="No token older than this many versions contributes a gradient; 0 is on-policy, exactly.")
+    on_stale: Literal["mask", "reissue", "wait"] = Field("mask", description="What happens to tokens past the bound: mask them, expire the group and ask again, or wait so that nothing expires.")
+    max_concurrent: int = Field(256, ge=1, description="Most trajectories being generated at once.")
+    agent: str = Field("single_turn", min_length=1, description="How a member becomes a trajectory: single_turn, or a Python callable pkg.mod:fn or file.py:fn.")
+    generation_retries: int = Field(2, ge=0, description="How often a failed generation is tried again before the member is recorded as failed.")
+    request_timeout_seconds: float = Field(300.0, gt=0, description="Deadline of one generation.")
+
+
+class InferenceConfig(Section):
+    engine: Literal["embedded", "sglang"] = Field("embedded", description="What serves generation: the embedded engine, or SGLang servers.")
+    servers: int = Field(1, ge=1, description="Inference servers, each a process of its own.")
+    context_tokens: int | None = Field(None, ge=2, description="Prompt plus response that a server has room for; null takes max_prompt_tokens + max_response_tokens.")
+    max_batch: int = Field(128, ge=1, description="Sequences that one server decodes at once.")
+
+
+class RewardFunction(Section):
+    function: str = Field(min_length=1, description="exact_match, contains, numeric, or your own pkg.mod:fn or file.py:fn.")
+    weight: float = Field(1.0, description="Factor of this function's score in the total reward.")
+
+
+class RewardConfig(Section):
+    functions: list[RewardFunction] = Field(min_length=1, description="Reward functions; the total is their weighted sum.")
+    workers: int = Field(1, ge=1, description="Processes that run reward functions.")
+    concurrency: int = Field(32, ge=1, description="Calls of an async reward function that one worker has open at once.")
+    timeout_seconds: float = Field(10.0, gt=0, description="Time limit of one call; past it the sample failed, and the worker is free again.")
+    min_scored: int = Field(2, ge=1, description="A group with fewer scored members than this failed.")
+
+
+class QueueConfig(Section):
+    capacity: int = Field(256, ge=1, description="Most messages waiting per topic: trajectories in rollouts, groups in scored.")
+    capacity_megabytes: float = Field(256.0, gt=0, description="Most bytes waiting per topic, in megabytes (10^6).")
+    durability: Literal["none", "process", "power"] = Field("none", description="What accepted messages survive: nothing, the queue's death, or a power cut.")
+    lease_seconds: float = Field(30.0, gt=0, description="A consumer or producer silent for this long is taken for dead: its leases and credits return.")
+
+
+class AlgorithmConfig(Section):
+    advantage: Annotated[Advantage, BeforeValidator(name_to_mapping)] = Field(default_factory=Grpo, description="Advantage estimator.")
+    loss: Annotated[Loss, BeforeValidator(name_to_mapping)] = Field(default_factory=PpoClip, description="Policy loss.")
+    correction: Annotated[Correction, BeforeValidator(name_to_mapping)] = Field(default_factory=StalenessTis, description="Importance correction of stale tokens.")
+    proximal: Literal["recompute", "behave"] = Field("recompute", description="Anchor of the trust region: recomputed under the trainer's weights, or the behaviour policy.")
+
+
+class TrainingConfig(Section):
+    steps: int = Field(ge=1, description="Steps to train.")
+    groups_per_step: int = Field(16, ge=1, description="Prompt groups the trainer takes per step.")
+    mini_batches: int = Field(1, ge=1, description="Optimizer updates one pass over a batch is cut into.")
+    epochs_per_batch: int = Field(1, ge=1, description="Passes over each batch.")
+    publish_every: int = Field(1, ge=1, description="A new policy version goes out after this many steps.")
+    ranks: int = Field(1, ge=1, description="FSDP2 trainer processes.")
+    filter: Literal["keep", "drop", "refill"] = Field("drop", description="Groups whose rewards are all equal: train them, drop them, or drop them and take others.")
+    max_refill_factor: float = Field(3.0, ge=1, description="Under refill, at most this many times groups_per_step groups are looked at per step.")
+    learning_rate: float = Field(1.0e-6, gt=0, description="AdamW's peak learning rate.")
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after the warm-up; its end is training.steps.")
+    final_learning_rate_factor: float = Field(0.0, ge=0, le=1, description="Share of the peak that a decaying schedule ends at.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first-moment decay.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second-moment decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    microbatch_tokens: int = Field(8192, ge=1, description="Most tokens (padding included) of one forward pass.")
+    max_bad_steps: int = Field(5, ge=1, description="This many steps in a row without a finite update end the run.")
+    step_timeout_seconds: float = Field(1800.0, gt=0, description="Deadline of one step's computation, collectives included.")
+    data_timeout_seconds: float = Field(1800.0, gt=0, description="The run fails when no scored group arrives for this long.")
+
+
+class SyncConfig(Section):
+    mode: Literal["staged", "broadcast", "disk"] = Field("staged", description="How a new version reaches the servers.")
+    transport: Literal["auto", "shared_memory", "zeromq"] = Field("auto", description="What carries the shards; auto takes shared_memory on one host.")
+    kv_policy: Literal["keep", "recompute"] = Field("keep", description="In-flight requests keep their KV cache, or are prefilled again under the new weights.")
+    verify: bool = Field(True, description="Servers recompute the digest of their live parameters after every commit.")
+    bucket_megabytes: float = Field(16.0, gt=0, description="Most bytes of one bucket, in megabytes (10^6).")
+    max_megabytes_per_second: float | None = Field(None, gt=0, description="Throttle of the transfer to each server; null is full speed.")
+    timeout_seconds: float = Field(60.0, gt=0, description="Deadline of each move of an update; a server past it is STALE.")
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0, description="Steps between checkpoints; 0 is off.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept.")
+
+
+class EvalConfig(Section):
+    every: int = Field(50, ge=0, description="Steps between evaluations; 0 leaves the first and the last.")
+    samples: int = Field(512, ge=1, description="Responses scored per evaluation, over as many held-out prompts as there are, in turn.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature of evaluation; 0 is greedy.")
+
+
+class MlflowConfig(Section):
+    uri: str = Field("sqlite:///mlflow.db", min_length=1, description="MLflow's tracking store.")
+    experiment: str = Field("asyncrl", min_length=1, description="MLflow experiment of the run.")
+
+
+class TrackingConfig(Section):
+    mlflow: MlflowConfig | None = Field(default_factory=MlflowConfig, description="MLflow tracking; null switches it off.")
+    samples_per_step: int = Field(16, ge=0, description="Trained trajectories whose text each step keeps for `asyncrl samples`; failed ones are all kept.")
+
+
+class ClusterConfig(Section):
+    ray_address: str | None = Field(None, description="Address of a running Ray cluster; null starts one for this run.")
+    start_timeout_seconds: float = Field(120.0, gt=0, description="Every service must be up by then.")
+    stop_grace_seconds: float = Field(10.0, gt=0, description="Time a service has to end by itself before it is killed.")
+
+
+class Config(Section):
+    """A whole pipeline.yaml, resolved."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; letters, digits, dot, dash, underscore.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the prompt order, of sampling, and of everything else drawn.")
+    model: ModelConfig = Field(description="The policy.")
+    data: DataConfig = Field(description="Prompts.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
+    inference: InferenceConfig = Field(default_factory=InferenceConfig, description="Inference servers.")
+    reward: RewardConfig = Field(description="Scoring.")
+    queue: QueueConfig = Field(default_factory=QueueConfig, description="The bounded queue.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Advantage, loss and correction.")
+    training: TrainingConfig = Field(description="Optimisation.")
+    sync: SyncConfig = Field(default_factory=SyncConfig, description="Weight updates.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="Evaluation.")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where figures go.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Processes.")
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values, complete: launching them again is the same run."""
+        return self.model_dump(mode="json")

@@ -1,0 +1,1 @@
+"""Ledger: every attempt's states, and the audit that holds them against independent witnesses. Imports messages, config, errors, clock."""

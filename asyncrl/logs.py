@@ -1,0 +1,43 @@
+"""Logging: one file per service under the run directory, one format, and the tail of it for error messages."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+from pathlib import Path
+
+FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+
+
+def log_path(run_dir: Path, service: str) -> Path:
+    """`logs/<service>.log`; the slash of a row name such as ``reward/0`` becomes a dash."""
+    return run_dir / "logs" / f"{service.replace('/', '-')}.log"
+
+
+def log_to_file(run_dir: Path, service: str, level: int = logging.INFO) -> Path:
+    """Send this process's log records, uncaught faults and native crash traces to the service's file."""
+    path = log_path(run_dir, service)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stream = path.open("a", buffering=1)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level)
+    for chatty in ("httpx", "urllib3", "filelock", "asyncio", "aiohttp.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    faulthandler.enable(stream)
+    sys.excepthook = lambda kind, value, trace: root.critical("uncaught", exc_info=(kind, value, trace))
+    return path
+
+
+def tail(run_dir: Path, service: str, lines: int = 8) -> list[str]:
+    """The last lines of a service's log, oldest first; empty when there is none."""
+    path = log_path(run_dir, service)
+    if not path.exists():
+        return []
+    with path.open("rb") as stream:
+        stream.seek(0, 2)
+        stream.seek(max(0, stream.tell() - 16_384))
+        return stream.read().decode(errors="replace").splitlines()[-lines:]

@@ -1,0 +1,14 @@
+"""Messages: what crosses a process, frozen, tagged and versioned. Imports only errors.
+
+`types` has the dataclasses, `codec` turns them into a msgpack header plus raw array frames and back.
+"""
+
+from asyncrl.messages.types import (
+    FinishReason,
+    GroupId,
+    ScoredGroup,
+    Trajectory,
+    TrajectoryId,
+)
+
+__all__ = ["FinishReason", "GroupId", "ScoredGroup", "Trajectory", "TrajectoryId"]

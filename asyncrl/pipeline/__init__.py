@@ -1,0 +1,1 @@
+"""Pipeline: the Python API. `Pipeline`, `launch`, `Run`."""

@@ -1,0 +1,44 @@
+"""Protocols: what services know of engines, queues, the ledger and trackers. Imports messages, config, errors, clock.
+
+Each protocol has a fake under `asyncrl.simulation` or `tests`, and one conformance suite runs on the real part and the fake.
+"""
+
+from asyncrl.protocols.inference import Completion, GenerateRequest, InferenceEngine, MemberRequest, SamplingParams
+from asyncrl.protocols.ledger import Dispatch, End, LedgerClient, LedgerEvents, LiveGroup, PromptCursor, StepRecord
+from asyncrl.protocols.prompts import Prompt, PromptSource, Tokenizer
+from asyncrl.protocols.queue import Delivery, Receiver, Sender
+from asyncrl.protocols.tracking import Tracker
+from asyncrl.protocols.training import StepOutcome, TrainBatch, TrainingEngine
+from asyncrl.protocols.weights import CommitReport, Fleet, FleetView, PolicyVersion, ServerView, WeightPublisher, WeightTarget
+
+__all__ = [
+    "CommitReport",
+    "Completion",
+    "Delivery",
+    "Dispatch",
+    "End",
+    "Fleet",
+    "FleetView",
+    "GenerateRequest",
+    "InferenceEngine",
+    "LedgerClient",
+    "LedgerEvents",
+    "LiveGroup",
+    "MemberRequest",
+    "PolicyVersion",
+    "Prompt",
+    "PromptCursor",
+    "PromptSource",
+    "Receiver",
+    "SamplingParams",
+    "Sender",
+    "ServerView",
+    "StepOutcome",
+    "StepRecord",
+    "Tokenizer",
+    "Tracker",
+    "TrainBatch",
+    "TrainingEngine",
+    "WeightPublisher",
+    "WeightTarget",
+]

@@ -1,0 +1,96 @@
+"""What services tell the ledger, and what they learn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from asyncrl.messages import GroupId
+
+EndState = Literal["trained", "filtered", "failed", "expired"]
+LiveState = Literal["in_flight", "queued"]
+
+
+@dataclass(frozen=True)
+class PromptCursor:
+    """Where the prompt source stands: `position` rows of `epoch` have been drawn; `num_rows` is None for an endless source.
+
+    With (seed, shuffle, num_rows) it determines which (epoch, row) were dispatched, and in which order.
+    """
+
+    epoch: int
+    position: int
+    num_rows: int | None
+    seed: int
+    shuffle: bool
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A group that starts. `start_version`: the version that the servers had confirmed then; `row_key` names its source row."""
+
+    id: GroupId
+    start_version: int
+
+
+@dataclass(frozen=True)
+class End:
+    """A group's end and its reason ("" for trained). `reissue`: its prompt starts again as attempt + 1."""
+
+    id: GroupId
+    state: EndState
+    reason: str = ""
+    reissue: bool = False
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A finished step: `step` counts from 1, `version` is the trainer's when it began, `ends` every group that it took."""
+
+    step: int
+    version: int
+    ends: tuple[End, ...]
+
+
+@dataclass(frozen=True)
+class LiveGroup:
+    id: GroupId
+    start_version: int
+    state: LiveState
+
+
+@dataclass(frozen=True)
+class LedgerEvents:
+    """What happened after `since`: ends in order, the steps finished so far, and whether training is over.
+
+    `seq` is the next `since`. `training_done` carries the last policy version in `final_version`.
+    """
+
+    seq: int
+    ended: tuple[End, ...]
+    finished_steps: int
+    training_done: bool = False
+    final_version: int | None = None
+
+
+class LedgerClient(Protocol):
+    """One process writes the ledger; everybody else speaks to it through this."""
+
+    async def dispatch(self, groups: Sequence[Dispatch], cursor: PromptCursor) -> None:
+        """Record the start of these groups and the cursor that stands behind them, in one transaction."""
+
+    async def end(self, ends: Sequence[End]) -> None:
+        """Groups that end outside a step: failed, expired at the pick, replaced under refill. They leave live at once."""
+
+    async def finish_step(self, record: StepRecord) -> None:
+        """A step is finished, and every group it took has ended, in one transaction."""
+
+    async def finish_training(self, final_version: int) -> None:
+        """No further step will be made."""
+
+    async def watch(self, since: int, timeout: float) -> LedgerEvents:
+        """Events after `since`; waits up to `timeout` seconds for the first."""
+
+    async def live(self) -> list[LiveGroup]:
+        """Every attempt without an end, oldest dispatch first."""

@@ -1,0 +1,103 @@
+"""Policy versions on their way to the servers, as trainer, servers and rollouter see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+ServerState = Literal["STARTING", "READY", "UPDATING", "STALE", "DEAD"]
+KvPolicy = Literal["keep", "recompute"]
+
+
+class PolicyVersion(NamedTuple):
+    """(incarnation, version), ordered: a newer start of the trainer wins whatever its version. Text form ``incarnation.version``,
+    which is what a server reports as `weight_version`."""
+
+    incarnation: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.version}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        incarnation, version = (int(part) for part in text.split("."))
+        return cls(incarnation, version)
+
+
+class WeightPublisher(Protocol):
+    """A trainer rank's side: copy this rank's shards into a staging slot and say so."""
+
+    def register(self) -> None:
+        """Tell ParameterSync this rank's slots and plan. Once, before the first `stage`."""
+
+    def stage(self, version: int) -> float:
+        """Blocking, on every rank: copy the local shards into a free slot (waiting for one by a deadline) and announce them.
+        Returns the seconds that the optimizer was held."""
+
+    def latest(self) -> Mapping[str, float]:
+        """Flat metrics of the last confirmed update (sync/pause_ms, sync/transfer_ms, sync/bytes, sync/version_lag)."""
+
+    def wait_confirmed(self, version: int, timeout: float) -> bool:
+        """Until every server that takes traffic has confirmed `version`; False when `timeout` seconds pass."""
+
+    def close(self) -> None:
+        """Remove the slots."""
+
+
+@dataclass(frozen=True)
+class CommitReport:
+    """pause_seconds: how long the decode loop was held for the swap. recompute_seconds: re-prefilling under `recompute`."""
+
+    pause_seconds: float
+    recompute_seconds: float = 0.0
+
+
+class WeightTarget(Protocol):
+    """A server's side: the live parameters, and a swap between two decode steps."""
+
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """Parameters by their Hugging Face names; a tied parameter appears once, under its first name."""
+
+    def commit(self, staged: Mapping[str, torch.Tensor], version: PolicyVersion, kv_policy: KvPolicy) -> CommitReport:
+        """Blocking, from the receiver's thread: exchange live and staged tensors' memory between two decode steps. Afterwards
+        `staged` holds the old weights, to be written over by the next version."""
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """One server as the fleet sees it. Only READY and UPDATING servers take traffic."""
+
+    name: str
+    url: str
+    state: ServerState
+    version: int | None
+
+    @property
+    def takes_traffic(self) -> bool:
+        return self.state in ("READY", "UPDATING")
+
+
+@dataclass(frozen=True)
+class FleetView:
+    """`confirmed` is the smallest version among the servers that take traffic; None before the first confirmation."""
+
+    seq: int
+    incarnation: int
+    confirmed: int | None
+    published: int | None
+    servers: tuple[ServerView, ...]
+
+
+class Fleet(Protocol):
+    """The rollouter's eye on ParameterSync."""
+
+    async def watch(self, since: int, timeout: float) -> FleetView:
+        """The view, as soon as its `seq` passes `since`, or after `timeout` seconds."""
+
+
+Plan = Sequence[Mapping[str, Any]]
