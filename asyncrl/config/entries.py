@@ -37,7 +37,9 @@ class PpoClip(Entry):
     name: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip ε of the ratio.")
     clip_high: float = Field(0.28, gt=0, description="Upper clip ε of the ratio.")
-    dual_clip: float | None = Field(3.0, gt=1, description="Bound on the loss of a negative advantage, in units of it; null is off.")
+    dual_clip: float | None = Field(
+        3.0, gt=1, description="Bound on the loss of a negative advantage, in units of it; null is off."
+    )
     aggregation: Aggregation = Field("token_mean", description="How token values become one number, over the global batch.")
 
 
@@ -53,7 +55,9 @@ class TokenTis(Entry):
 class StalenessTis(Entry):
     name: Literal["staleness_tis"] = "staleness_tis"
     cap: float = Field(2.0, ge=1, description="Upper bound of the weight of a fresh token.")
-    decay: float = Field(0.5, ge=0, le=1, description="The bound's excess over 1 shrinks by this factor per version of staleness.")
+    decay: float = Field(
+        0.5, ge=0, le=1, description="The bound's excess over 1 shrinks by this factor per version of staleness."
+    )
 
 
 Advantage = Annotated[Grpo | Rloo | ReinforcePp, Field(discriminator="name")]

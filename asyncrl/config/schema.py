@@ -21,18 +21,33 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = Field(min_length=1, description="A Hugging Face folder or hub name, or a built-in such as builtin/arithmetic.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trainer's forward and backward pass and of the served weights.")
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field("auto", description="Attention implementation; auto takes flash_attention_2 on a GPU that has it, else sdpa.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of the trainer's forward and backward pass and of the served weights."
+    )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto", description="Attention implementation; auto takes flash_attention_2 on a GPU that has it, else sdpa."
+    )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory, more time.")
     tokenizer: str | None = Field(None, description="Where the tokenizer lies, if not beside the model.")
-    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model folder. Off unless you trust its author.")
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with the model folder. Off unless you trust its author."
+    )
 
 
 class DataConfig(Section):
-    train: str = Field(min_length=1, description="Training prompts: a .jsonl or .parquet file, a built-in task, or a Python callable pkg.mod:fn or file.py:fn that yields rows.")
-    eval: str | None = Field(None, description="Held-out prompts for evaluation, in the same forms; null switches evaluation off.")
-    shuffle: bool = Field(True, description="Visit the rows of each epoch in an order drawn from the seed; false keeps the file's order.")
-    epochs: int | None = Field(None, ge=1, description="How often the rows are visited before the data ends; null goes on until training.steps are done.")
+    train: str = Field(
+        min_length=1,
+        description="Training prompts: a .jsonl or .parquet file, a built-in task, or a Python callable pkg.mod:fn or file.py:fn that yields rows.",
+    )
+    eval: str | None = Field(
+        None, description="Held-out prompts for evaluation, in the same forms; null switches evaluation off."
+    )
+    shuffle: bool = Field(
+        True, description="Visit the rows of each epoch in an order drawn from the seed; false keeps the file's order."
+    )
+    epochs: int | None = Field(
+        None, ge=1, description="How often the rows are visited before the data ends; null goes on until training.steps are done."
+    )
 
 
 class RolloutConfig(Section):
@@ -42,18 +57,35 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, description="Sampling temperature; the trainer divides its logits by it.")
     top_p: float = Field(1.0, description="Must be 1 in training: log-probs of a truncated distribution cannot be corrected.")
     top_k: int = Field(-1, description="Must be -1 (off) in training, for the same reason.")
-    max_staleness: int = Field(2, ge=0, description="No token older than this many versions contributes a gradient; 0 is on-policy, exactly.")
-    on_stale: Literal["mask", "reissue", "wait"] = Field("mask", description="What happens to tokens past the bound: mask them, expire the group and ask again, or wait so that nothing expires.")
+    max_staleness: int = Field(
+        2, ge=0, description="No token older than this many versions contributes a gradient; 0 is on-policy, exactly."
+    )
+    on_stale: Literal["mask", "reissue", "wait"] = Field(
+        "mask",
+        description="What happens to tokens past the bound: mask them, expire the group and ask again, or wait so that nothing expires.",
+    )
     max_concurrent: int = Field(256, ge=1, description="Most trajectories being generated at once.")
-    agent: str = Field("single_turn", min_length=1, description="How a member becomes a trajectory: single_turn, or a Python callable pkg.mod:fn or file.py:fn.")
-    generation_retries: int = Field(2, ge=0, description="How often a failed generation is tried again before the member is recorded as failed.")
+    agent: str = Field(
+        "single_turn",
+        min_length=1,
+        description="How a member becomes a trajectory: single_turn, or a Python callable pkg.mod:fn or file.py:fn.",
+    )
+    generation_retries: int = Field(
+        2, ge=0, description="How often a failed generation is tried again before the member is recorded as failed."
+    )
     request_timeout_seconds: float = Field(300.0, gt=0, description="Deadline of one generation.")
 
 
 class InferenceConfig(Section):
-    engine: Literal["embedded", "sglang"] = Field("embedded", description="What serves generation: the embedded engine, or SGLang servers.")
+    engine: Literal["embedded", "sglang"] = Field(
+        "embedded", description="What serves generation: the embedded engine, or SGLang servers."
+    )
     servers: int = Field(1, ge=1, description="Inference servers, each a process of its own.")
-    context_tokens: int | None = Field(None, ge=2, description="Prompt plus response that a server has room for; null takes max_prompt_tokens + max_response_tokens.")
+    context_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="Prompt plus response that a server has room for; null takes max_prompt_tokens + max_response_tokens.",
+    )
     max_batch: int = Field(128, ge=1, description="Sequences that one server decodes at once.")
 
 
@@ -66,22 +98,34 @@ class RewardConfig(Section):
     functions: list[RewardFunction] = Field(min_length=1, description="Reward functions; the total is their weighted sum.")
     workers: int = Field(1, ge=1, description="Processes that run reward functions.")
     concurrency: int = Field(32, ge=1, description="Calls of an async reward function that one worker has open at once.")
-    timeout_seconds: float = Field(10.0, gt=0, description="Time limit of one call; past it the sample failed, and the worker is free again.")
+    timeout_seconds: float = Field(
+        10.0, gt=0, description="Time limit of one call; past it the sample failed, and the worker is free again."
+    )
     min_scored: int = Field(2, ge=1, description="A group with fewer scored members than this failed.")
 
 
 class QueueConfig(Section):
     capacity: int = Field(256, ge=1, description="Most messages waiting per topic: trajectories in rollouts, groups in scored.")
     capacity_megabytes: float = Field(256.0, gt=0, description="Most bytes waiting per topic, in megabytes (10^6).")
-    durability: Literal["none", "process", "power"] = Field("none", description="What accepted messages survive: nothing, the queue's death, or a power cut.")
-    lease_seconds: float = Field(30.0, gt=0, description="A consumer or producer silent for this long is taken for dead: its leases and credits return.")
+    durability: Literal["none", "process", "power"] = Field(
+        "none", description="What accepted messages survive: nothing, the queue's death, or a power cut."
+    )
+    lease_seconds: float = Field(
+        30.0, gt=0, description="A consumer or producer silent for this long is taken for dead: its leases and credits return."
+    )
 
 
 class AlgorithmConfig(Section):
-    advantage: Annotated[Advantage, BeforeValidator(name_to_mapping)] = Field(default_factory=Grpo, description="Advantage estimator.")
+    advantage: Annotated[Advantage, BeforeValidator(name_to_mapping)] = Field(
+        default_factory=Grpo, description="Advantage estimator."
+    )
     loss: Annotated[Loss, BeforeValidator(name_to_mapping)] = Field(default_factory=PpoClip, description="Policy loss.")
-    correction: Annotated[Correction, BeforeValidator(name_to_mapping)] = Field(default_factory=StalenessTis, description="Importance correction of stale tokens.")
-    proximal: Literal["recompute", "behave"] = Field("recompute", description="Anchor of the trust region: recomputed under the trainer's weights, or the behaviour policy.")
+    correction: Annotated[Correction, BeforeValidator(name_to_mapping)] = Field(
+        default_factory=StalenessTis, description="Importance correction of stale tokens."
+    )
+    proximal: Literal["recompute", "behave"] = Field(
+        "recompute", description="Anchor of the trust region: recomputed under the trainer's weights, or the behaviour policy."
+    )
 
 
 class TrainingConfig(Section):
@@ -91,11 +135,17 @@ class TrainingConfig(Section):
     epochs_per_batch: int = Field(1, ge=1, description="Passes over each batch.")
     publish_every: int = Field(1, ge=1, description="A new policy version goes out after this many steps.")
     ranks: int = Field(1, ge=1, description="FSDP2 trainer processes.")
-    filter: Literal["keep", "drop", "refill"] = Field("drop", description="Groups whose rewards are all equal: train them, drop them, or drop them and take others.")
-    max_refill_factor: float = Field(3.0, ge=1, description="Under refill, at most this many times groups_per_step groups are looked at per step.")
+    filter: Literal["keep", "drop", "refill"] = Field(
+        "drop", description="Groups whose rewards are all equal: train them, drop them, or drop them and take others."
+    )
+    max_refill_factor: float = Field(
+        3.0, ge=1, description="Under refill, at most this many times groups_per_step groups are looked at per step."
+    )
     learning_rate: float = Field(1.0e-6, gt=0, description="AdamW's peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after the warm-up; its end is training.steps.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up; its end is training.steps."
+    )
     final_learning_rate_factor: float = Field(0.0, ge=0, le=1, description="Share of the peak that a decaying schedule ends at.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first-moment decay.")
@@ -109,11 +159,17 @@ class TrainingConfig(Section):
 
 class SyncConfig(Section):
     mode: Literal["staged", "broadcast", "disk"] = Field("staged", description="How a new version reaches the servers.")
-    transport: Literal["auto", "shared_memory", "zeromq"] = Field("auto", description="What carries the shards; auto takes shared_memory on one host.")
-    kv_policy: Literal["keep", "recompute"] = Field("keep", description="In-flight requests keep their KV cache, or are prefilled again under the new weights.")
+    transport: Literal["auto", "shared_memory", "zeromq"] = Field(
+        "auto", description="What carries the shards; auto takes shared_memory on one host."
+    )
+    kv_policy: Literal["keep", "recompute"] = Field(
+        "keep", description="In-flight requests keep their KV cache, or are prefilled again under the new weights."
+    )
     verify: bool = Field(True, description="Servers recompute the digest of their live parameters after every commit.")
     bucket_megabytes: float = Field(16.0, gt=0, description="Most bytes of one bucket, in megabytes (10^6).")
-    max_megabytes_per_second: float | None = Field(None, gt=0, description="Throttle of the transfer to each server; null is full speed.")
+    max_megabytes_per_second: float | None = Field(
+        None, gt=0, description="Throttle of the transfer to each server; null is full speed."
+    )
     timeout_seconds: float = Field(60.0, gt=0, description="Deadline of each move of an update; a server past it is STALE.")
 
 
@@ -124,7 +180,9 @@ class CheckpointConfig(Section):
 
 class EvalConfig(Section):
     every: int = Field(50, ge=0, description="Steps between evaluations; 0 leaves the first and the last.")
-    samples: int = Field(512, ge=1, description="Responses scored per evaluation, over as many held-out prompts as there are, in turn.")
+    samples: int = Field(
+        512, ge=1, description="Responses scored per evaluation, over as many held-out prompts as there are, in turn."
+    )
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of evaluation; 0 is greedy.")
 
 
@@ -135,7 +193,9 @@ class MlflowConfig(Section):
 
 class TrackingConfig(Section):
     mlflow: MlflowConfig | None = Field(default_factory=MlflowConfig, description="MLflow tracking; null switches it off.")
-    samples_per_step: int = Field(16, ge=0, description="Trained trajectories whose text each step keeps for `asyncrl samples`; failed ones are all kept.")
+    samples_per_step: int = Field(
+        16, ge=0, description="Trained trajectories whose text each step keeps for `asyncrl samples`; failed ones are all kept."
+    )
 
 
 class ClusterConfig(Section):
