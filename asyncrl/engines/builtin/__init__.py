@@ -1,0 +1,1 @@
+"""Built-in models, made and warmed up on first use, cached as ordinary Hugging Face folders."""
