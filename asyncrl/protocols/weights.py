@@ -35,12 +35,17 @@ class WeightPublisher(Protocol):
     def register(self) -> None:
         """Tell ParameterSync this rank's slots and plan. Once, before the first `stage`."""
 
-    def stage(self, version: int) -> float:
-        """Blocking, on every rank: copy the local shards into a free slot (waiting for one by a deadline) and announce them.
+    def acquire(self, version: int) -> int:
+        """Rank 0 only, blocking: the slot (0 or 1) that `version` may be written to. The service broadcasts the answer, so that
+        every rank writes the same one. A slot that a server reads is never given; DeadlineExceeded when none comes free in time."""
+
+    def stage(self, version: int, slot: int) -> float:
+        """Blocking, on every rank: copy the local shards into `slot` and announce them (checksums follow off this thread).
         Returns the seconds that the optimizer was held."""
 
     def latest(self) -> Mapping[str, float]:
-        """Flat metrics of the last confirmed update (sync/pause_ms, sync/transfer_ms, sync/bytes, sync/version_lag)."""
+        """Flat metrics of the last confirmed update that this rank heard of (sync/pause_ms, sync/transfer_ms, sync/bytes,
+        sync/version_lag), read without a remote call; empty before the first."""
 
     def wait_confirmed(self, version: int, timeout: float) -> bool:
         """Until every server that takes traffic has confirmed `version`; False when `timeout` seconds pass."""
