@@ -1,0 +1,94 @@
+"""The one kind of actor: a process that becomes a row of the run.
+
+    main thread   start() / run() wait here for results        (Ray calls them, in this order)
+    loop thread   the service's event loop, running from `start` on, so that remote calls are answered at all times
+
+An exception of the service crosses Ray's channel as plain text (no class of ours is pickled), with the traceback in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from asyncrl import logs
+from asyncrl.cluster.spec import RunSpec
+from asyncrl.services.service import AddressBook, Service
+from asyncrl.services.supervisor import Row
+
+log = logging.getLogger(__name__)
+
+
+def limit_threads() -> None:
+    """One thread per process: more make neighbours spin for each other's cores. Before torch or numpy is imported."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = os.environ.get("ASYNCRL_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class ServiceHost:
+    """Hosts one service. Methods return ("ok", value) or ("failed", "Type: text")."""
+
+    def __init__(self, spec: RunSpec, row: Row):
+        limit_threads()
+        sys.path[:0] = [path for path in spec.import_paths if path not in sys.path]
+        from pathlib import Path
+
+        logs.log_to_file(Path(spec.run_dir), row.name)
+        log.info("%s is process %d on %s", row.name, os.getpid(), socket.gethostname())
+        self._spec, self._row = spec, row
+        self._loop = _new_loop()
+        threading.Thread(target=self._loop.run_forever, name="service-loop", daemon=True).start()
+        self._service: Service | None = None
+
+    def identify(self) -> tuple[int, str]:
+        """(pid, host), known before the service is."""
+        return os.getpid(), socket.gethostname()
+
+    def start(self) -> tuple[str, Any]:
+        """The service's addresses, with ``pid`` and ``host`` among them."""
+        return self._guarded(self._start())
+
+    def run(self, book: AddressBook) -> tuple[str, Any]:
+        """The service's summary, once its work is over."""
+        return self._guarded(self._run(book))
+
+    async def _start(self) -> dict[str, str]:
+        from asyncrl.cluster.assembly import assemble
+
+        self._service = assemble(self._spec, self._row)
+        addresses = await self._service.start()
+        return {**addresses, "pid": str(os.getpid()), "host": socket.gethostname()}
+
+    async def _run(self, book: AddressBook) -> dict[str, Any]:
+        assert self._service is not None, "run before start"
+        await self._service.run(book)
+        log.info("%s is done", self._row.name)
+        return self._service.summary()
+
+    def _guarded(self, work: Coroutine[Any, Any, Any]) -> tuple[str, Any]:
+        try:
+            return "ok", asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except Exception as error:  # the boundary of the process: reported to the supervisor, which ends the run by this name
+            log.exception("%s failed", self._row.name)
+            return "failed", f"{type(error).__name__}: {error}"
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+def prepare_builtin_model(spec: RunSpec) -> str:
+    """Make and warm up the built-in model that the configuration names, if it is not there yet; its folder."""
+    limit_threads()
+    from asyncrl.cluster.assembly import model_folder
+
+    return str(model_folder(spec.parsed_config()))

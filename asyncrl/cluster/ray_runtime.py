@@ -1,0 +1,160 @@
+"""The runtime on Ray: a local instance of the run's own, or an existing cluster.
+
+Ray places, starts, watches and stops the processes; it carries a row's specification once and its addresses and summary back,
+and no sample. A local instance has a temporary folder and ports of its own, so that it works beside other runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from asyncrl.cluster import sweep
+from asyncrl.cluster.host import ServiceHost, prepare_builtin_model
+from asyncrl.cluster.spec import RunSpec
+from asyncrl.errors import RunError
+from asyncrl.services.service import AddressBook
+from asyncrl.services.supervisor import Row, RowFailed, rows_of
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's smallest; no sample passes through it
+WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+class RayRuntime:
+    """Implements `asyncrl.services.supervisor.Runtime`."""
+
+    def __init__(self, spec: RunSpec):
+        self._spec = spec
+        self._config = spec.parsed_config()
+        self._actors: dict[str, Any] = {}
+        self._processes: dict[str, psutil.Process] = {}  # those of this host
+        self._temp_dir: str | None = None
+
+    async def open(self) -> None:
+        await asyncio.to_thread(self._open)
+
+    def _open(self) -> None:
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        address = self._config.cluster.ray_address
+        if ray.is_initialized():
+            raise RunError("this process already has a Ray connection: one run at a time per process; call ray.shutdown() first")
+        if address is not None:
+            runtime_env = {"env_vars": WORKER_ENVIRONMENT}
+            ray.init(
+                address=address,
+                namespace=self._spec.run_id,
+                runtime_env=runtime_env,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            return
+        self._temp_dir = tempfile.mkdtemp(prefix="asyncrl-ray-", dir="/tmp")  # short: unix sockets below it have 107 characters
+        inherited = {name: os.environ.get(name) for name in WORKER_ENVIRONMENT}
+        os.environ.update(WORKER_ENVIRONMENT)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=1,  # rows ask for none; this is how many idle workers Ray starts in advance
+                object_store_memory=OBJECT_STORE_BYTES,
+                namespace=self._spec.run_id,
+                _temp_dir=self._temp_dir,
+                **quiet,
+            )
+        finally:
+            _restore_environment(inherited)
+
+    async def prepare_model(self) -> None:
+        if not self._config.model.path.startswith("builtin/"):
+            return
+        prepare = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(prepare_builtin_model)
+        try:
+            await asyncio.wrap_future(prepare.remote(self._spec).future())
+        except RayError as error:
+            raise RunError(f"the built-in model {self._config.model.path} could not be made: {error}") from error
+
+    def place(self, row: Row) -> None:
+        actor = ray.remote(num_cpus=0, num_gpus=self._gpus_of(row), max_restarts=0)(ServiceHost)
+        self._actors[row.name] = actor.options(name=row.name).remote(self._spec, row)
+
+    def _gpus_of(self, row: Row) -> int:
+        """One GPU for each trainer rank and each inference server where there are enough, else none."""
+        wanted = [r for r in rows_of(self._config) if r.role in ("trainer", "inference")]
+        enough = ray.cluster_resources().get("GPU", 0) >= len(wanted)
+        return 1 if enough and row in wanted else 0
+
+    async def start(self, row: Row) -> dict[str, str]:
+        pid, host = await self._call(row, "identify")
+        if host == socket.gethostname():
+            self._processes[row.name] = psutil.Process(pid)
+        addresses: dict[str, str] = self._unwrap(row, await self._call(row, "start"))
+        return addresses
+
+    async def run(self, row: Row, book: AddressBook) -> Mapping[str, Any]:
+        summary: Mapping[str, Any] = self._unwrap(row, await self._call(row, "run", book))
+        return summary
+
+    async def _call(self, row: Row, method: str, *args: Any) -> Any:
+        reference = getattr(self._actors[row.name], method).remote(*args)
+        try:
+            return await asyncio.wrap_future(reference.future())
+        except RayActorError as death:
+            raise RowFailed(
+                row, f"its process{self._pid_text(row)} ended unexpectedly ({_first_line(death)})", lost=True
+            ) from death
+        except RayError as error:
+            raise RowFailed(row, _first_line(error), lost=False) from error
+
+    def _pid_text(self, row: Row) -> str:
+        return f" (pid {self._processes[row.name].pid})" if row.name in self._processes else ""
+
+    @staticmethod
+    def _unwrap(row: Row, answer: tuple[str, Any]) -> Any:
+        outcome, value = answer
+        if outcome != "ok":
+            raise RowFailed(row, value, lost=False)
+        return value
+
+    def kill(self, row: Row) -> None:
+        if row.name in self._actors:
+            ray.kill(self._actors[row.name], no_restart=True)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        if ray.is_initialized():
+            for name in self._actors:
+                ray.kill(self._actors[name], no_restart=True)
+            ray.shutdown()
+        sweep.kill_with_children(self._processes.values())
+        for name in sweep.remove_shared_memory(self._spec.run_id):
+            log.info("removed shared memory %s", name)
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _restore_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

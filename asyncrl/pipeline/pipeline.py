@@ -1,0 +1,174 @@
+"""Pipelines from YAML or from Python alone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import UserError
+from asyncrl.pipeline.run import Run
+
+NOT_IMPORTABLE = "<not importable>"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Python objects given in place of names (the same as `asyncrl.cluster.spec.UserObjects`, which a launch turns it into)."""
+
+    rewards: Mapping[int, Callable[..., Any]]
+    train: Any = None
+    eval: Any = None
+    agent: Callable[..., Any] | None = None
+
+
+NO_PARTS = Parts(rewards={})
+
+
+class Pipeline:
+    """A checked configuration, ready to launch.
+
+    From a file: `Pipeline.from_yaml`. In Python alone, each argument the YAML section or a Python object::
+
+        Pipeline(name="sums", model={"path": …}, reward=my_function, prompts=[{"prompt": …, "ground_truth": …}],
+                 rollout={…}, training={"steps": 20})
+
+    reward: a section, a function, a name, or a list of functions and names (weights 1). prompts, eval_prompts: rows (mappings
+    with `prompt`, or plain strings), a callable that yields rows, or where they lie, as `data.train` and `data.eval` would say it.
+    agent: a coroutine function or a name. Raises ConfigError with every problem found.
+    """
+
+    def __init__(
+        self,
+        *,
+        reward: Any,
+        prompts: Any = None,
+        eval_prompts: Any = None,
+        agent: Callable[..., Any] | str | None = None,
+        overrides: Sequence[str] = (),
+        **sections: Any,
+    ):
+        rewards, reward_section = _reward_section(reward)
+        data = dict(sections.pop("data", {}))
+        rollout = dict(sections.pop("rollout", {}))
+        train, eval_rows = _is_object(prompts), _is_object(eval_prompts)
+        if prompts is not None:
+            data["train"] = _name_of(prompts)
+        if eval_prompts is not None:
+            data["eval"] = _name_of(eval_prompts)
+        if agent is not None:
+            rollout["agent"] = agent if isinstance(agent, str) else _name_of(agent)
+        self._parts = Parts(
+            rewards=rewards,
+            train=prompts if train else None,
+            eval=eval_prompts if eval_rows else None,
+            agent=None if isinstance(agent, str) else agent,
+        )
+        mapping = {**sections, "data": data, "rollout": rollout, "reward": reward_section}
+        from asyncrl.config.load import load_mapping
+
+        self.config: Config = load_mapping(mapping, overrides=overrides)
+        self._check()
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Pipeline:
+        """The pipeline that a file describes. overrides: ``training.steps=20`` and the like, values in YAML."""
+        from asyncrl.config.load import load_config
+
+        return cls._of(load_config(path, overrides=overrides))
+
+    @classmethod
+    def _of(cls, config: Config) -> Pipeline:
+        pipeline = cls.__new__(cls)
+        pipeline.config, pipeline._parts = config, NO_PARTS
+        pipeline._check()
+        return pipeline
+
+    def _check(self) -> None:
+        from asyncrl.pipeline.preflight import preflight
+
+        preflight(self.config, self._parts)
+
+    def launch(self, run_dir: str | os.PathLike[str] | None = None, *, progress: bool | None = None) -> Run:
+        """Start the run and return at once. run_dir: a new or empty folder (default ``runs/<name>-<time>``). progress: show it in
+        the terminal (default: yes)."""
+        folder = _fresh_run_dir(run_dir, self.config.name)
+        _write_config(folder, self.config)
+        from asyncrl.cluster.launch import make_supervisor
+        from asyncrl.cluster.spec import RunSpec, UserObjects
+
+        spec = RunSpec(
+            config=self.config.to_mapping(),
+            run_dir=str(folder),
+            run_id=uuid.uuid4().hex[:12],
+            incarnation=1,
+            import_paths=tuple(dict.fromkeys([os.getcwd(), *(path for path in sys.path if path)])),
+            objects=UserObjects(self._parts.rewards, self._parts.train, self._parts.eval, self._parts.agent),
+        )
+        return Run(folder, lambda: make_supervisor(spec, show_progress=progress is not False))
+
+
+def launch(
+    path: str | os.PathLike[str], *, overrides: Sequence[str] = (), run_dir: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
+    """Launch a pipeline file and wait for its end: the summary."""
+    return Pipeline.from_yaml(path, overrides).launch(run_dir).wait()
+
+
+def _reward_section(reward: Any) -> tuple[dict[int, Callable[..., Any]], Any]:
+    """(objects by position, the reward section)."""
+    section = dict(reward) if isinstance(reward, Mapping) else {"functions": reward}
+    entries = section.get("functions")
+    if callable(entries) or isinstance(entries, str):
+        entries = [entries]
+    if not isinstance(entries, Iterable):
+        return {}, section
+    objects: dict[int, Callable[..., Any]] = {}
+    functions = []
+    for position, entry in enumerate(entries):
+        fields = dict(entry) if isinstance(entry, Mapping) else {"function": entry}
+        if callable(fields.get("function")):
+            objects[position] = fields["function"]
+            fields["function"] = _name_of(fields["function"])
+        functions.append(fields)
+    return objects, {**section, "functions": functions}
+
+
+def _is_object(value: Any) -> bool:
+    return value is not None and not isinstance(value, str)
+
+
+def _name_of(value: Any) -> str:
+    """The name by which another process finds this object, or `<not importable>`."""
+    if isinstance(value, str):
+        return value
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not module or not name or module == "__main__" or "<" in name or "." in name:
+        return NOT_IMPORTABLE
+    found = getattr(importlib.import_module(module), name, None)
+    return f"{module}:{name}" if found is value else NOT_IMPORTABLE
+
+
+def _fresh_run_dir(run_dir: str | os.PathLike[str] | None, name: str) -> Path:
+    folder = Path(run_dir) if run_dir is not None else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = folder.absolute()
+    if (folder / "summary.json").exists() or (folder / "ledger.sqlite").exists():
+        raise UserError(f"--run-dir {folder} already holds a run: choose a new folder, or remove this one")
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {folder} cannot be made ({error.strerror}): choose a folder that you may write to") from error
+    return folder
+
+
+def _write_config(folder: Path, config: Config) -> None:
+    import yaml
+
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_mapping(), sort_keys=False, allow_unicode=True))

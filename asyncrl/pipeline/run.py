@@ -1,0 +1,83 @@
+"""A run in progress: the supervisor on an event loop of its own thread, and the handle that a user holds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import RunError
+
+if TYPE_CHECKING:
+    from asyncrl.services.supervisor import Supervisor
+
+
+class Run:
+    """One launched run. Its methods may be called from any thread."""
+
+    def __init__(self, run_dir: Path, make_supervisor: Callable[[], Supervisor]):
+        self.run_dir = run_dir
+        self._make_supervisor = make_supervisor
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._supervisor: Supervisor | None = None
+        self._summary: dict[str, Any] | None = None
+        self._error: BaseException | None = None
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="asyncrl-run", daemon=True)
+        self._thread.start()
+        self._up.wait()
+
+    def wait(self, timeout: float | None = None) -> dict[str, Any]:
+        """The summary, once the run has ended. Raises TimeoutError after `timeout` seconds; Ctrl-C meanwhile stops the run, waits
+        for its end, and goes on as KeyboardInterrupt."""
+        try:
+            self._join(timeout)
+        except KeyboardInterrupt:
+            self.stop()
+            self._join(None)
+            raise
+        if self._error is not None:
+            raise RunError(f"the supervisor failed: {type(self._error).__name__}: {self._error}") from self._error
+        assert self._summary is not None, "a run ends with a summary or an error"
+        return self._summary
+
+    def stop(self) -> None:
+        """Ask the run to end, as interrupted. Returns at once."""
+        if self._loop is not None and self._supervisor is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._supervisor.request_stop)
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def status(self, timeout: float = 10.0) -> dict[str, Any]:
+        """What `asyncrl status` shows."""
+        if self.done or self._loop is None or self._supervisor is None:
+            return {"state": "ended", **(self._summary or {})}
+        return asyncio.run_coroutine_threadsafe(self._supervisor.status(), self._loop).result(timeout)
+
+    def _join(self, timeout: float | None) -> None:
+        """Join in slices, so that signals are handled meanwhile."""
+        waited = 0.0
+        while self._thread.is_alive():
+            slice_seconds = 0.2 if timeout is None else min(0.2, timeout - waited)
+            if slice_seconds <= 0:
+                raise TimeoutError(f"the run in {self.run_dir} is still going after {timeout} s")
+            self._thread.join(slice_seconds)
+            waited += slice_seconds
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._supervise())
+        except BaseException as error:  # the boundary of the thread: raised again by `wait`, in the caller's thread
+            self._error = error
+        finally:
+            self._up.set()
+
+    async def _supervise(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = self._make_supervisor()
+        self._up.set()
+        self._summary = await self._supervisor.supervise()

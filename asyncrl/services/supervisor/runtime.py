@@ -1,0 +1,78 @@
+"""Rows and the runtime: what the supervisor knows of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import AsyncrlError
+from asyncrl.services.service import AddressBook
+
+
+@dataclass(frozen=True)
+class Row:
+    """One process of the run: `name` is its row in `status`, such as ``trainer/0``."""
+
+    role: str
+    index: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.role if self.index is None else f"{self.role}/{self.index}"
+
+    @property
+    def decides_the_end(self) -> bool:
+        """The run is finished when these have returned."""
+        return self.role in ("trainer", "rollouter")
+
+
+class RowFailed(AsyncrlError):
+    """A row's process died (`lost`) or its service raised."""
+
+    def __init__(self, row: Row, reason: str, lost: bool):
+        self.row, self.reason, self.lost = row, reason, lost
+        super().__init__(f"{row.name}: {reason}")
+
+
+class Runtime(Protocol):
+    """Places, starts, watches and stops processes. Every call may raise RowFailed."""
+
+    async def open(self) -> None:
+        """Get ready to place processes (start or join the cluster)."""
+
+    async def prepare_model(self) -> None:
+        """Make what must exist before trainer and servers start: a built-in model's folder."""
+
+    def place(self, row: Row) -> None:
+        """Create the row's process."""
+
+    async def start(self, row: Row) -> dict[str, str]:
+        """The service's addresses, once it is up; ``pid`` and ``host`` among them."""
+
+    async def run(self, row: Row, book: AddressBook) -> Mapping[str, Any]:
+        """The service's summary, once its `run` has returned."""
+
+    def kill(self, row: Row) -> None:
+        """End the row's process at once."""
+
+    async def close(self) -> None:
+        """Leave no process and no file of the runtime behind."""
+
+
+STOP_ORDER = ("rollouter", "reward", "trainer", "parameter_sync", "inference", "message_queue")
+"""Producers before consumers, and the ledger's process last, so that everything said on the way out is written."""
+
+
+def rows_of(config: Config) -> list[Row]:
+    """Every process of a run, in the order of `status`."""
+    return [
+        Row("rollouter"),
+        Row("message_queue"),
+        Row("parameter_sync"),
+        Row("reward"),
+        *(Row("reward", index) for index in range(config.reward.workers)),
+        *(Row("trainer", index) for index in range(config.training.ranks)),
+        *(Row("inference", index) for index in range(config.inference.servers)),
+    ]

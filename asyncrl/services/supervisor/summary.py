@@ -1,0 +1,74 @@
+"""summary.json from what the services report. Pure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from asyncrl.config.schema import Config
+
+Status = Literal["finished", "failed", "interrupted"]
+
+
+def empty_summary(config: Config) -> dict[str, Any]:
+    """Every key that a summary has, with the values of a run that did nothing."""
+    ends = ("dispatched", "trained", "filtered", "failed", "expired", "queued", "in_flight")
+    return {
+        "status": "failed",
+        "error": None,
+        "steps": 0,
+        "policy_version": 0,
+        "wall_s": 0.0,
+        "first_step_s": None,
+        "reward": {"first": None, "last": None},
+        "eval": {"first": None, "last": None},
+        "staleness": {"bound": config.rollout.max_staleness, "max": None, "mean": None},
+        "samples": {**dict.fromkeys(ends, 0), "reasons": {}},
+        "trajectories": {"generated": 0, "trained": 0, "failed": 0},
+        "tokens": {"generated": 0, "trained": 0},
+        "sync": {
+            "count": 0,
+            "pause_ms": {"p50": None, "p99": None, "max": None},
+            "transfer_ms": {"p50": None, "p99": None},
+            "bytes": 0,
+            "skipped": 0,
+            "verified": False,
+        },
+        "idle": {"trainer": None, "rollouter": None, "reward": None},
+        "queue": {"capacity": config.queue.capacity, "max_depth": 0, "blocked_s": 0.0, "topics": {}},
+        "mlflow_run_id": None,
+    }
+
+
+def build_summary(
+    config: Config,
+    parts: Mapping[str, Mapping[str, Any]],
+    *,
+    status: Status,
+    error: str | None,
+    started_wall: float,
+    ended_wall: float,
+    mlflow_run_id: str | None,
+) -> dict[str, Any]:
+    """Lay the services' parts over an empty summary, key by key; a service that died leaves the empty values of its keys.
+
+    parts: row name to that service's `summary()`. `first_step_time`, a wall time, becomes `first_step_s`.
+    """
+    summary = empty_summary(config)
+    for name in sorted(parts):
+        part = copy.deepcopy(dict(parts[name]))
+        first_step_time = part.pop("first_step_time", None)
+        if first_step_time is not None:
+            summary["first_step_s"] = round(first_step_time - started_wall, 2)
+        _lay_over(summary, part)
+    summary.update(status=status, error=error, wall_s=round(ended_wall - started_wall, 2), mlflow_run_id=mlflow_run_id)
+    return summary
+
+
+def _lay_over(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(below.get(key), dict):
+            _lay_over(below[key], value)
+        else:
+            below[key] = value
