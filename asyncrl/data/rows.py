@@ -1,9 +1,10 @@
 """What a row of data is: `prompt`, `ground_truth`, `sampling`, and whatever else.
 
     {"prompt": "1+2+3=", "ground_truth": "6"}
-    {"prompt": [{"role": "user", "content": "…"}], "ground_truth": …, "sampling": {"max_new_tokens": 64, "ignore_eos": true}, "level": 3}
+    {"prompt": [{"role": "user", "content": "…"}], "ground_truth": …, "sampling": {"max_new_tokens": 64, "ignore_eos": true}}
 
-Rows travel to reward functions, so they hold what msgpack holds: None, bool, numbers, text, bytes, lists, and mappings keyed by text.
+Rows travel to reward functions, so they hold what msgpack holds: None, bool, numbers, text, bytes, lists, and mappings keyed
+by text.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def check_prompt(prompt: Prompt, num_tokens: int, *, max_prompt_tokens: int, max
         raise UserError(f"{key}: the prompt of row {prompt.row} has no token: remove the row, or give it text")
     if num_tokens > max_prompt_tokens:
         raise UserError(
-            f"{key}: the prompt of row {prompt.row} has {num_tokens} tokens, and rollout.max_prompt_tokens is {max_prompt_tokens}: "
-            "raise it, or shorten or remove the row"
+            f"{key}: the prompt of row {prompt.row} has {num_tokens} tokens, and rollout.max_prompt_tokens is "
+            f"{max_prompt_tokens}: raise it, or shorten or remove the row"
         )
     wanted = prompt.sampling.get("max_new_tokens", 0)
     if wanted > max_response_tokens:
@@ -112,7 +113,8 @@ def _plain(value: Any, name: str, where: str) -> Any:
     if isinstance(value, decimal.Decimal):
         return float(value)
     raise UserError(
-        f"{where}: {name!r} holds a {type(value).__name__}, which cannot travel to a reward function: give it as text, numbers or lists"
+        f"{where}: {name!r} holds a {type(value).__name__}, which cannot travel to a reward function: give it as text, numbers "
+        "or lists"
     )
 
 

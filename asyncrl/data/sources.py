@@ -20,8 +20,8 @@ KEPT_ROWS = 4096  # of a stream, for `row`; older ones are read again
 
 
 class TableSource:
-    """All rows in memory. In each of `epochs` epochs (None: without end) every row is given exactly once, and the same seed gives the
-    same order on every machine."""
+    """All rows in memory. In each of `epochs` epochs (None: without end) every row is given exactly once, and the same seed
+    gives the same order on every machine."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class TableSource:
             raise UserError(f"{key} has no row: a run needs at least one prompt")
         if cursor is not None and (cursor.num_rows, cursor.seed, cursor.shuffle) != (len(prompts), seed, shuffle):
             raise UserError(
-                f"{key} has {len(prompts)} rows (seed {seed}, shuffle {shuffle}), and the run to resume had {cursor.num_rows} (seed "
-                f"{cursor.seed}, shuffle {cursor.shuffle}): resume with the same data, or start a new run"
+                f"{key} has {len(prompts)} rows (seed {seed}, shuffle {shuffle}), and the run to resume had {cursor.num_rows} "
+                f"(seed {cursor.seed}, shuffle {cursor.shuffle}): resume with the same data, or start a new run"
             )
         self._prompts = tuple(prompts)
         self._seed, self._shuffle, self._epochs = seed, shuffle, epochs
@@ -74,9 +74,9 @@ class TableSource:
 class StreamSource:
     """Rows that a function yields, in its own order (never shuffled: the length is not known beforehand).
 
-    Each epoch calls `rows()` afresh, and so does a resumed run, which skips what was given; the function must therefore yield the same
-    rows on every call. Row n is the n-th one yielded. `num_rows` is None until the first epoch has ended. Memory: the last
-    `KEPT_ROWS` rows; `row` reads older ones again from the start.
+    Each epoch calls `rows()` afresh, and so does a resumed run, which skips what was given; the function must therefore yield
+    the same rows on every call. Row n is the n-th one yielded. `num_rows` is None until the first epoch has ended. Memory: the
+    last `KEPT_ROWS` rows; `row` reads older ones again from the start.
     """
 
     def __init__(
