@@ -1,0 +1,96 @@
+"""A ZeroMQ socket on an asyncio loop: everything that waits is read at one wake-up and handed over as one batch.
+
+ZeroMQ's descriptor is edge-triggered and one edge serves both directions, so a send may swallow the edge of an arrival:
+after every read and every send the socket's events are looked at again. High-water marks are off (they are no bound):
+what a peer may have on its way is bounded by the protocol above.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import zmq
+
+READ_BATCH = 512  # multiparts taken at one wake-up before other callbacks get their turn
+
+Frames = list[bytes]
+
+
+def open_socket(kind: int, *, max_frame_bytes: int, identity: bytes | None = None) -> zmq.Socket[bytes]:
+    """A socket without lingering and without high-water marks; a peer that sends a frame of more than twice
+    `max_frame_bytes` is cut off by ZeroMQ itself, smaller offenders are for the protocol to refuse and count."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_frame_bytes + (1 << 20))
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.BACKLOG, 1024)
+    else:
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if identity is not None:
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+    return socket
+
+
+def bound_address(socket: zmq.Socket[bytes]) -> str:
+    """Where `socket` was bound last, its ephemeral port resolved: ``tcp://127.0.0.1:40123``."""
+    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+
+class LoopSocket:
+    """Owns `socket` from here on. `on_batch` is called on the loop with the multiparts that waited, in order."""
+
+    def __init__(self, socket: zmq.Socket[bytes], on_batch: Callable[[list[Frames]], None]):
+        self._socket = socket
+        self._on_batch = on_batch
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._next_read: asyncio.Handle | None = None
+        self._reading = False
+        self.closed = False
+        self._loop.add_reader(self._descriptor, self._read)
+        self._look_again()
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Hand a multipart to ZeroMQ; never blocks. To a peer that is gone, a ROUTER's message is dropped."""
+        assert not self.closed, "send on a closed socket"
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        if not self._reading:
+            self._look_again()
+
+    def close(self, *, linger_seconds: float = 0.0) -> None:
+        """Stop reading and close; what was sent has `linger_seconds` to leave."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._descriptor)
+        if self._next_read is not None:
+            self._next_read.cancel()
+        self._socket.close(linger=int(linger_seconds * 1000))
+
+    def _read(self) -> None:
+        self._next_read = None
+        if self.closed:
+            return
+        batch: list[Frames] = []
+        try:
+            while len(batch) < READ_BATCH:
+                batch.append(self._socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            pass
+        self._reading = True
+        try:
+            if batch:
+                self._on_batch(batch)
+        finally:
+            self._reading = False
+            if not self.closed:
+                self._look_again()
+
+    def _look_again(self) -> None:
+        if self._next_read is None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._next_read = self._loop.call_soon(self._read)
