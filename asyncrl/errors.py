@@ -40,7 +40,8 @@ class UserError(AsyncrlError):
 class Problem:
     """One thing wrong with a configuration.
 
-    key: dotted path, such as ``queue.capacity``; line: 1-based line in the file or None for an override.
+    key: dotted path, such as ``queue.capacity``; line: 1-based line in the file or None for an override; source: the file, or
+    the override as it was given. The message names the key.
     """
 
     key: str
@@ -49,8 +50,8 @@ class Problem:
     source: str | None = None
 
     def __str__(self) -> str:
-        where = f"{self.source}:{self.line}: " if self.source and self.line else ""
-        return f"{where}{self.key}: {self.message}" if self.key else f"{where}{self.message}"
+        where = ":".join(str(part) for part in (self.source, self.line) if part is not None)
+        return f"{where}: {self.message}" if where else self.message
 
 
 class ConfigError(UserError):

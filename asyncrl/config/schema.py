@@ -8,15 +8,43 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
-from asyncrl.config.entries import Advantage, Correction, Grpo, Loss, PpoClip, StalenessTis, name_to_mapping
+from asyncrl.config.entries import Advantage, Correction, Grpo, Loss, PpoClip, StalenessTis
 
 
 class Section(BaseModel):
-    """Strict (no coercion), frozen, and closed to unknown keys."""
+    """Strict (no coercion), frozen, and closed to unknown keys. Build one from YAML through `asyncrl.config.load_config`, which
+    reports every problem at once, with its line."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _sampled(value: float) -> float:
+    if value <= 0:
+        raise PydanticCustomError(
+            "rule",
+            "rollout.temperature is {value}, but training needs sampled responses, and log-probs of greedy decoding cannot be "
+            "corrected: set rollout.temperature above 0, usually to 1.0",
+            {"value": f"{value:g}"},
+        )
+    return value
+
+
+def _whole_distribution(key: str, off: float) -> AfterValidator:
+    """Sampling must draw from the whole distribution, whose log-probs the trainer can compute."""
+
+    def rule(value: float) -> float:
+        if value != off:
+            raise PydanticCustomError(
+                "rule",
+                "{key} is {value}, but log-probs of a truncated distribution cannot be corrected: set {key} to {off} (off)",
+                {"key": key, "value": f"{value:g}", "off": f"{off:g}"},
+            )
+        return value
+
+    return AfterValidator(rule)
 
 
 class ModelConfig(Section):
@@ -54,9 +82,15 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, description="Responses asked of each prompt.")
     max_prompt_tokens: int = Field(512, ge=1, description="A longer prompt is refused by name when its row is read.")
     max_response_tokens: int = Field(512, ge=1, description="Most tokens in one response.")
-    temperature: float = Field(1.0, description="Sampling temperature; the trainer divides its logits by it.")
-    top_p: float = Field(1.0, description="Must be 1 in training: log-probs of a truncated distribution cannot be corrected.")
-    top_k: int = Field(-1, description="Must be -1 (off) in training, for the same reason.")
+    temperature: Annotated[float, AfterValidator(_sampled)] = Field(
+        1.0, description="Sampling temperature, above 0; the trainer divides its logits by it."
+    )
+    top_p: Annotated[float, _whole_distribution("rollout.top_p", 1)] = Field(
+        1.0, description="Must be 1 in training: log-probs of a truncated distribution cannot be corrected."
+    )
+    top_k: Annotated[int, _whole_distribution("rollout.top_k", -1)] = Field(
+        -1, description="Must be -1 (off) in training, for the same reason."
+    )
     max_staleness: int = Field(
         2, ge=0, description="No token older than this many versions contributes a gradient; 0 is on-policy, exactly."
     )
@@ -116,11 +150,11 @@ class QueueConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Annotated[Advantage, BeforeValidator(name_to_mapping)] = Field(
+    advantage: Advantage = Field(
         default_factory=Grpo, description="Advantage estimator."
     )
-    loss: Annotated[Loss, BeforeValidator(name_to_mapping)] = Field(default_factory=PpoClip, description="Policy loss.")
-    correction: Annotated[Correction, BeforeValidator(name_to_mapping)] = Field(
+    loss: Loss = Field(default_factory=PpoClip, description="Policy loss.")
+    correction: Correction = Field(
         default_factory=StalenessTis, description="Importance correction of stale tokens."
     )
     proximal: Literal["recompute", "behave"] = Field(

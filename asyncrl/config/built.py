@@ -1,0 +1,46 @@
+"""What the design names and this build does not have yet, so that a refusal can say so instead of "unknown".
+
+Whoever builds a part takes its name out of here (and adds its entry to `asyncrl.config.entries` where it has parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NOT_BUILT: Mapping[str, tuple[str, ...]] = {
+    "inference.engine": ("sglang",),
+    "queue.durability": ("process", "power"),
+    "sync.mode": ("broadcast", "disk"),
+    "algorithm.proximal": ("loglinear",),
+    "algorithm.advantage": (
+        "reinforce_pp_baseline", "remax", "opo", "gpg", "grpo_passk", "gdpo", "gae", "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    ),
+    "algorithm.loss": (
+        "cispo", "gspo", "gmpo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "dro", "topr", "m2po", "reinforce", "gpg",
+    ),
+    "algorithm.correction": (
+        "segment_tis", "seq_tis", "token_icepop", "seq_mis", "geo_mis", "geo_mis_token_tis", "geo_mis_seq_tis", "k3_mask",
+        "k3_mask_token_tis", "k3_mask_seq_tis", "veto",
+    ),
+}  # fmt: skip
+
+
+def refusal(key: str, value: Any) -> str | None:
+    """Why `value` of `key` cannot be had in this build, or None. `value` is as the user wrote it: a name or a mapping with one."""
+    if key == "checkpoint.every":
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return f"checkpoint.every is {value}, but checkpoints are not built yet: set checkpoint.every to 0 (off)"
+        return None
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if not isinstance(name, str) or name not in NOT_BUILT.get(key, ()):
+        return None
+    return f"{key} is {name}, which is known but not built yet: {_remedy(key)}"
+
+
+def _remedy(key: str) -> str:
+    from asyncrl.config.walk import names_of, node
+
+    built = [name for name in names_of(node(key)) if name not in NOT_BUILT[key]]
+    return f"use {' or '.join(built)}" if len(built) < 3 else f"use one of {', '.join(built)}"

@@ -1,0 +1,171 @@
+"""From a pipeline file and its overrides to one validated Config; every problem at once, each with its line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncrl.config import built
+from asyncrl.config.paths import absolute_paths
+from asyncrl.config.problems import found_problem, show
+from asyncrl.config.schema import Config
+from asyncrl.config.walk import node
+from asyncrl.config.yaml_text import Path, read, write
+from asyncrl.errors import ConfigError, Problem, UserError
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each key was said: a line of the file, or an override."""
+
+    source: str | None = None
+    lines: Mapping[Path, int] = field(default_factory=dict)
+    overrides: Mapping[Path, str] = field(default_factory=dict)
+
+    def locate(self, problem: Problem) -> Problem:
+        """The same problem with its place: that of its key, or of the nearest key above that was said anywhere."""
+        if problem.source is not None:
+            return problem
+        path: Path = tuple(int(part) if part.isdigit() else part for part in problem.key.split(".")) if problem.key else ()
+        for override, text in self.overrides.items():
+            if path and override[: len(path)] == path:
+                return replace(problem, source=text, line=None)
+        for length in range(len(path), -1, -1):
+            said = path[:length]
+            if said in self.overrides:
+                return replace(problem, source=self.overrides[said], line=None)
+            if said in self.lines:
+                return replace(problem, source=self.source, line=self.lines[said])
+        return replace(problem, source=self.source)
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A valid configuration, and where its keys were said (for the cross-checks' messages)."""
+
+    config: Config
+    places: Places = field(default_factory=Places)
+
+
+def load_config(path: str | FilePath, overrides: Sequence[str] = (), *, cwd: FilePath | None = None) -> LoadedConfig:
+    """Read, override and validate a pipeline file.
+
+    Relative paths in it are taken from `cwd` (the working directory) and become absolute. Raises ConfigError with every problem
+    that the schema finds, or UserError when the file cannot be read. Cross-checks are `asyncrl.config.checks`.
+    """
+    path = FilePath(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"there is no pipeline file {path}: give the path of one, such as pipelines/quickstart.yaml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a pipeline file: {error}") from None
+    document = read(text, str(path))
+    if not isinstance(document.value, dict):
+        found = "is empty" if document.value is None else f"holds {show(document.value)}"
+        message = f"{path} {found}, but a pipeline file is a mapping of sections: start with `name: my_run`, or copy an example"
+        raise ConfigError([Problem("", message, None, str(path))])
+    return config_from_mapping(document.value, overrides, source=str(path), lines=document.lines, cwd=cwd)
+
+
+def config_from_mapping(
+    mapping: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    source: str | None = None,
+    lines: Mapping[Path, int] | None = None,
+    cwd: FilePath | None = None,
+) -> LoadedConfig:
+    """The same for plain values, as the Python API has them."""
+    values = copy.deepcopy(dict(mapping))
+    problems: list[Problem] = []
+    said: dict[Path, str] = {}
+    for override in overrides:
+        try:
+            said[_apply(values, override)] = f"--set {override}"
+        except ConfigError as error:
+            problems += error.problems
+    places = Places(source, lines or {}, said)
+    problems += [places.locate(problem) for problem in _unbuilt(values)]
+    refused = {problem.key for problem in problems}
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            _, problem = found_problem(detail)
+            if problem.key not in refused:
+                problems.append(places.locate(problem))
+    if problems:
+        raise ConfigError(sorted(problems, key=lambda problem: problem.line or 0))
+    return LoadedConfig(absolute_paths(config, cwd or FilePath.cwd()), places)
+
+
+def dump_config(config: Config) -> str:
+    """The resolved, complete YAML: loading it again gives an equal Config."""
+    return write(config.to_mapping())
+
+
+def _apply(values: dict[str, Any], override: str) -> Path:
+    """Put one `a.b=value` into `values`; a missing section is made on the way, a named entry widens to a mapping."""
+    source = f"--set {override}"
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key or not all(key.split(".")):
+        raise ConfigError([Problem("", "an override is KEY=VALUE, such as training.steps=20", None, source)])
+    value = _value(text, key, source)
+    path: Path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    here: Any = values
+    for depth, part in enumerate(path[:-1]):
+        below = _item(here, part, key, source)
+        if isinstance(below, str) and _is_entry(path[: depth + 1]):
+            below = {"name": below}
+        elif below is None:
+            below = {}
+        elif not isinstance(below, (dict, list)):
+            above = ".".join(map(str, path[: depth + 1]))
+            raise ConfigError([Problem(key, f"{key} cannot be set: {above} is {show(below)}, not a section", None, source)])
+        here[part] = below
+        here = below
+    _item(here, path[-1], key, source)
+    here[path[-1]] = value
+    return path
+
+
+def _value(text: str, key: str, source: str) -> Any:
+    try:
+        return read(text, source).value
+    except ConfigError as error:
+        raise ConfigError([replace(problem, key=key, line=None) for problem in error.problems]) from None
+
+
+def _item(here: Any, part: str | int, key: str, source: str) -> Any:
+    """`here[part]`, or None where a mapping lacks it. Raises ConfigError for a list's item that does not exist."""
+    if isinstance(here, list):
+        if not isinstance(part, int) or part >= len(here):
+            message = f"{key} cannot be set: {part} is no item of a list of {len(here)}: count from 0, or give the whole list"
+            raise ConfigError([Problem(key, message, None, source)])
+        return here[part]
+    return here.get(part)
+
+
+def _is_entry(path: Path) -> bool:
+    try:
+        return node(".".join(map(str, path))).is_entry
+    except KeyError:
+        return False
+
+
+def _unbuilt(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Values that the design knows and this build does not have."""
+    for key in (*built.NOT_BUILT, "checkpoint.every"):
+        section, _, leaf = key.partition(".")
+        holder = values.get(section)
+        if isinstance(holder, Mapping) and leaf in holder:
+            message = built.refusal(key, holder[leaf])
+            if message:
+                yield Problem(key, message)

@@ -1,0 +1,107 @@
+"""Paths in a configuration: which fields hold one, in which forms, and how they become absolute.
+
+A relative path is taken from the working directory of the launch, wherever the pipeline file lies. The resolved config.yaml holds
+absolute paths, so that it means the same from anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.config.schema import Config
+
+NOT_IMPORTABLE = "<not importable>"
+"""How a Python object that cannot be imported by name stands in config.yaml; what follows names the script that made it."""
+
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+
+class FileFunction(NamedTuple):
+    """`file.py:fn`."""
+
+    file: Path
+    function: str
+
+
+class ModuleFunction(NamedTuple):
+    """`pkg.mod:fn`."""
+
+    module: str
+    function: str
+
+
+def callable_of(text: str) -> FileFunction | ModuleFunction | None:
+    """The callable that a text names, or None where it has neither form."""
+    where, colon, function = text.rpartition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", function):
+        return None
+    if where.endswith(".py"):
+        return FileFunction(Path(where), function)
+    return ModuleFunction(where, function) if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", where) else None
+
+
+def not_importable(script: str | Path, name: str) -> str:
+    """What config.yaml says in place of a Python object that cannot be imported by name."""
+    return f"{NOT_IMPORTABLE} {name}, made by {script}"
+
+
+def absolute_paths(config: Config, cwd: Path) -> Config:
+    """The same configuration with every relative path made absolute from `cwd`."""
+    functions = [item.model_copy(update={"function": _source(item.function, cwd)}) for item in config.reward.functions]
+    mlflow = config.tracking.mlflow
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(
+                update={"path": _folder(config.model.path, cwd), "tokenizer": _optional(config.model.tokenizer, cwd)}
+            ),
+            "data": config.data.model_copy(
+                update={"train": _source(config.data.train, cwd), "eval": config.data.eval and _source(config.data.eval, cwd)}
+            ),
+            "rollout": config.rollout.model_copy(update={"agent": _source(config.rollout.agent, cwd)}),
+            "reward": config.reward.model_copy(update={"functions": functions}),
+            "tracking": config.tracking.model_copy(
+                update={"mlflow": mlflow and mlflow.model_copy(update={"uri": _store(mlflow.uri, cwd)})}
+            ),
+        }
+    )
+
+
+def _source(text: str, cwd: Path) -> str:
+    """A data file or a `file.py:fn`; any other text (a built-in, a ready-made name, `pkg.mod:fn`) stays."""
+    named = callable_of(text)
+    if isinstance(named, FileFunction):
+        return f"{_absolute(named.file, cwd)}:{named.function}"
+    return str(_absolute(Path(text), cwd)) if text.endswith(DATA_SUFFIXES) and not text.startswith(NOT_IMPORTABLE) else text
+
+
+def _folder(text: str, cwd: Path) -> str:
+    """A model folder: what is written as a path, or lies under `cwd`; else a built-in or a hub name, which stay."""
+    looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1
+    return str(_absolute(Path(text), cwd)) if looks_like_path or _absolute(Path(text), cwd).is_dir() else text
+
+
+def _optional(text: str | None, cwd: Path) -> str | None:
+    return None if text is None else _folder(text, cwd)
+
+
+def _store(uri: str, cwd: Path) -> str:
+    """MLflow's `sqlite:///relative.db` counts from the working directory of whoever opens it."""
+    prefix = "sqlite:///"
+    if uri.startswith(prefix) and not uri.startswith(prefix + "/") and uri != prefix and ":memory:" not in uri:
+        return f"{prefix}{_absolute(Path(uri.removeprefix(prefix)), cwd)}"
+    return uri
+
+
+def _absolute(path: Path, cwd: Path) -> Path:
+    """Absolute and without `..`, symbolic links left as they are."""
+    expanded = path.expanduser()
+    joined = expanded if expanded.is_absolute() else cwd / expanded
+    parts: list[str] = []
+    for part in joined.parts[1:]:
+        if part == ".." and parts:
+            parts.pop()
+        elif part != "..":
+            parts.append(part)
+    return Path(joined.anchor, *parts)

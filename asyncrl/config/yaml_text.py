@@ -1,0 +1,130 @@
+"""YAML as pipeline files use it: the safe subset, YAML 1.2's plain values, no duplicate keys, and the line of every key.
+
+YAML 1.2 differs from PyYAML's 1.1 in what a person expects: `1e-3` is a number; `on`, `no` and `12:30` are text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from asyncrl.errors import ConfigError, Problem
+
+Path = tuple[str | int, ...]
+
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_INT = re.compile(r"^[-+]?(?:[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_CORE = (
+    ("tag:yaml.org,2002:bool", _BOOL, "tTfF"),
+    ("tag:yaml.org,2002:int", _INT, "-+0123456789"),
+    ("tag:yaml.org,2002:float", _FLOAT, "-+0123456789."),
+    ("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:merge", re.compile(r"^<<$"), "<"),
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A YAML text: its value, and the 1-based line of each key and list item by path."""
+
+    value: Any
+    lines: dict[Path, int]
+
+
+def read(text: str, source: str | None) -> Document:
+    """Parse one document. Raises ConfigError for bad syntax, a duplicate or unusable key, and a value that contains itself."""
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return Document(None, {})
+        lines: dict[Path, int] = {}
+        problems: list[Problem] = []
+        _walk(node, (), lines, problems, source, ())
+        if problems:
+            raise ConfigError(problems)
+        return Document(loader.construct_document(node), lines)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError([Problem("", f"not YAML: {what}", mark.line + 1 if mark else None, source)]) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError([Problem("", f"not YAML: {error}", None, source)]) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def write(value: Any) -> str:
+    """YAML that `read` gives back unchanged, keys in their order."""
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=130)
+    return str(text)
+
+
+def _walk(
+    node: yaml.Node, path: Path, lines: dict[Path, int], problems: list[Problem], source: str | None, above: tuple[yaml.Node, ...]
+) -> None:
+    """Record lines and find duplicate keys, before merge keys (`<<`) are flattened into the mapping."""
+    if any(node is outer for outer in above):
+        raise ConfigError([Problem("", "an alias stands inside the value it names", node.start_mark.line + 1, source)])
+    above = (*above, node)
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[(*path, index)] = item.start_mark.line + 1
+            _walk(item, (*path, index), lines, problems, source, above)
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in sorted(node.value, key=lambda pair: pair[0].tag != "tag:yaml.org,2002:merge"):
+            line = key.start_mark.line + 1
+            if key.tag == "tag:yaml.org,2002:merge":
+                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    _walk(merged, path, lines, problems, source, above)
+                continue
+            dotted = ".".join(map(str, (*path, key.value if isinstance(key, yaml.ScalarNode) else "?")))
+            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                problems.append(Problem(dotted, f"{dotted} is no key: a key must be text: put it in quotes", line, source))
+                continue
+            if key.value in seen:
+                message = f"{dotted} stands twice, on lines {seen[key.value]} and {line}: keep one"
+                problems.append(Problem(dotted, message, line, source))
+            seen[key.value] = line
+            lines[(*path, key.value)] = line
+            _walk(value, (*path, key.value), lines, problems, source, above)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's core schema."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own class attribute)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes what either YAML version would read as something else than text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = node.value.replace("+", "")
+    return int(text, 0) if text.lstrip("-")[:2] in ("0x", "0o") else int(text)
+
+
+def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    return float(re.sub(r"\.(inf|nan)$", r"\1", node.value.lower()))
+
+
+for _tag, _pattern, _first in _CORE:
+    _Loader.add_implicit_resolver(_tag, _pattern, list(_first))
+    if _tag != "tag:yaml.org,2002:merge":
+        _Dumper.add_implicit_resolver(_tag, _pattern, list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
