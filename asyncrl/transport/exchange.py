@@ -1,0 +1,124 @@
+"""The queue's topics behind one face: what the message_queue service and the simulator see, whichever way messages travel.
+
+    Broker (sockets) ─┐                              ┌─▶ Topic "rollouts"
+                      ├─▶ Exchange ── hooks ──▶ …    │
+    LocalQueue ───────┘        └─────────────────────┴─▶ Topic "scored"
+
+`on_accept` runs before an accepted message can be taken and before its sender learns of it, once per topic for all that came in
+at one wake-up. All calls are made on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from asyncrl.errors import TransportError
+from asyncrl.transport.topic import Acceptance, Incoming, MessageState, Session, Stored, Topic, TopicSpec
+
+
+class Unsettled(NamedTuple):
+    """An accepted, unsettled message. States: "accepted" (never taken), "taken" (on lease), "returned" (its lease ended)."""
+
+    message_id: str
+    group_id: str
+    state: MessageState
+
+
+class QueueHooks(Protocol):
+    """What the owner of the queue does when something happens in it. A hook may settle; an exception in one ends the broker."""
+
+    def is_ended(self, group_id: str) -> bool:
+        """True: this group has an end, and a message of it that arrives now is dropped as a duplicate."""
+
+    def on_accept(self, topic: str, accepted: Sequence[tuple[str, str]]) -> None:
+        """These (message_id, group_id) are accepted, in this order."""
+
+    def on_refused(self, topic: str, message_id: str, group_id: str, reason: str) -> None:
+        """The payload of this accepted message is no message (its receiver could not decode it); it is settled already. Whoever
+        owns the group's state must end it, else it stays open."""
+
+
+class NoHooks:
+    """Nothing happens."""
+
+    def is_ended(self, group_id: str) -> bool:
+        return False
+
+    def on_accept(self, topic: str, accepted: Sequence[tuple[str, str]]) -> None:
+        pass
+
+    def on_refused(self, topic: str, message_id: str, group_id: str, reason: str) -> None:
+        pass
+
+
+class Exchange:
+    """Topics by name, with the hooks between acceptance and taking."""
+
+    def __init__(self, topics: Iterable[TopicSpec], *, lease_seconds: float, hooks: QueueHooks | None = None):
+        self.lease_seconds = lease_seconds
+        self.hooks: QueueHooks = hooks if hooks is not None else NoHooks()
+        self.topics = {spec.name: Topic(spec, lease_seconds=lease_seconds) for spec in topics}
+        self._just_accepted: dict[str, list[tuple[str, str]]] = {}
+
+    # ── for the owner of the queue ───────────────────────────────────────────────────────────────────────────────────
+
+    def settle(self, topic: str, message_ids: Iterable[str]) -> int:
+        """These messages are done with; returns how many were here. Credits that this frees are granted at the next wake-up."""
+        return self.topic(topic).settle(message_ids)
+
+    def settle_group(self, group_id: str, topic: str | None = None) -> int:
+        """Every message of this group is done with, in one topic or in all; returns how many were here."""
+        names = self.topics if topic is None else (topic,)
+        return sum(self.topic(name).settle_group(group_id) for name in names)
+
+    def unsettled(self, topic: str) -> list[Unsettled]:
+        """In order of acceptance."""
+        return [Unsettled(stored.message_id, stored.group_id, stored.state) for stored in self.topic(topic).unsettled()]
+
+    def stats(self, now: float) -> dict[str, dict[str, float]]:
+        """Figures of each topic (`TopicStats`), with capacity_items and capacity_bytes."""
+        return {
+            name: {
+                "capacity_items": topic.spec.capacity_items,
+                "capacity_bytes": topic.spec.capacity_bytes,
+                **topic.stats(now).to_mapping(),
+            }
+            for name, topic in self.topics.items()
+        }
+
+    # ── for those who move messages ──────────────────────────────────────────────────────────────────────────────────
+
+    def topic(self, name: str) -> Topic:
+        """Raises TransportError for a name that is no topic."""
+        topic = self.topics.get(name)
+        if topic is None:
+            raise TransportError(f"there is no topic {name!r}; there are {', '.join(self.topics)}")
+        return topic
+
+    def accept(self, topic: str, session: Session, first: int, batch: Sequence[Incoming], now: float) -> Acceptance:
+        """`Topic.accept` with the hooks' duplicate filter; `publish` must follow before anybody is told."""
+        result = self.topic(topic).accept(session, first, batch, now, is_ended=self.hooks.is_ended)
+        if result.accepted:
+            self._just_accepted.setdefault(topic, []).extend(result.accepted)
+        return result
+
+    def publish(self) -> None:
+        """Call `on_accept` for what was accepted since the last time."""
+        while self._just_accepted:
+            topic, accepted = self._just_accepted.popitem()
+            self.hooks.on_accept(topic, accepted)
+
+    def take(self, topic: str, session: Session, *, max_items: int, max_bytes: int, now: float) -> list[Stored]:
+        """`Topic.take`, never before `on_accept`."""
+        self.publish()
+        return self.topic(topic).take(session, max_items=max_items, max_bytes=max_bytes, now=now)
+
+    def refuse(self, topic: str, message_id: str, reason: str) -> None:
+        """A receiver could not decode this message: it is settled and counted, and `on_refused` is told."""
+        of = self.topic(topic)
+        stored = of.find(message_id)
+        if stored is not None:
+            of.settle((message_id,))
+            of.refuse()
+            self.hooks.on_refused(topic, message_id, stored.group_id, reason)

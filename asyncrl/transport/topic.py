@@ -1,0 +1,465 @@
+"""One topic of the bounded queue: a state machine of plain values, without clock, socket or process.
+
+    announced ──grant──▶ granted ──payload──▶ accepted ──take──▶ taken ──settle──▶ gone
+     (sizes)            (credit held)        (credit held)     (leased)      ▲
+                                                  ▲                │         │
+                                                  └── returned ◀───┘ lease ends: first out again, in the original order
+
+Invariants, at every moment:
+
+- items granted and not yet sent + items accepted and never yet taken ≤ capacity_items, and the same sum in bytes ≤ capacity_bytes.
+  A message is outside the bound from its first taking on, also when its lease ended and it waits to be delivered again.
+- A sender's messages are numbered 0, 1, 2, … and become `handled` (accepted, dropped as a duplicate, or refused) strictly in
+  that order. Credits are granted in the order of announcement, whoever announced, and nothing overtakes: nobody starves.
+- An accepted message stays until it is settled, whoever dies.
+- The topic has ended when every producer it was told of has closed; one that fell silent has not.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal, NamedTuple
+
+from asyncrl.errors import MessageTooLarge, StreamClosed, TransportError
+
+MessageState = Literal["accepted", "taken", "returned"]
+Session = bytes  # one life of one sender or receiver
+
+
+@dataclass(frozen=True)
+class TopicSpec:
+    """What the queue is told of a topic. `producers`: every name that must close before the topic ends (none: it never ends)."""
+
+    name: str
+    capacity_items: int
+    capacity_bytes: int
+    producers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert self.capacity_items >= 1, "a topic holds at least one item"
+        assert self.capacity_bytes >= 1, "a topic holds at least one byte"
+
+
+@dataclass(slots=True)
+class Stored:
+    """An accepted message. `sequence`: its place in the order of acceptance; `holder`: who has it on lease."""
+
+    sequence: int
+    message_id: str
+    group_id: str
+    payload: bytes
+    state: MessageState = "accepted"
+    holder: Session | None = None
+    redelivered: bool = False
+
+
+class Incoming(NamedTuple):
+    """A message as its sender wrote it."""
+
+    message_id: str
+    group_id: str
+    payload: bytes
+
+
+class Progress(NamedTuple):
+    """A sender's counts: messages announced, granted, handled so far; handled ≤ granted ≤ announced."""
+
+    announced: int
+    granted: int
+    handled: int
+
+
+@dataclass
+class Acceptance:
+    """What became of one write: (message_id, group_id) of the accepted, how many were duplicates, (number, reason) of the refused.
+    `out_of_turn`: the write, or its tail, came without credit or left a gap, and was ignored."""
+
+    accepted: list[tuple[str, str]] = field(default_factory=list)
+    duplicates: int = 0
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    out_of_turn: bool = False
+
+
+@dataclass
+class TopicStats:
+    """Figures of one topic. depth and bytes count accepted, never yet taken messages; held: on lease; returned: waiting to be
+    delivered again; blocked_seconds: summed over senders, time with an announced message that had no credit; the rest are totals."""
+
+    depth: int = 0
+    max_depth: int = 0
+    bytes: int = 0
+    max_bytes: int = 0
+    held: int = 0
+    returned: int = 0
+    accepted: int = 0
+    accepted_bytes: int = 0
+    taken: int = 0
+    settled: int = 0
+    redelivered: int = 0
+    duplicates: int = 0
+    refused: int = 0
+    blocked_seconds: float = 0.0
+    leases_ended: int = 0
+
+    def to_mapping(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Sender:
+    producer: str
+    last_seen: float
+    announced: int = 0
+    granted: int = 0
+    handled: int = 0
+    sizes: deque[int] = field(default_factory=deque)  # bytes of messages handled … announced − 1
+    granted_bytes: int = 0
+    blocked_since: float | None = None
+    retired: str | None = None  # why it may send no more
+
+    def progress(self) -> Progress:
+        return Progress(self.announced, self.granted, self.handled)
+
+
+@dataclass(slots=True)
+class _Consumer:
+    last_seen: float
+    held: set[str] = field(default_factory=set)
+
+
+class Topic:
+    """See the module's docstring. `now` is seconds on any one monotonic axis; a session silent for `lease_seconds` is taken for
+    dead at the next `expire`."""
+
+    def __init__(self, spec: TopicSpec, *, lease_seconds: float):
+        self.spec = spec
+        self.lease_seconds = lease_seconds
+        self._senders: dict[Session, _Sender] = {}
+        self._current: dict[str, Session] = {}  # producer → its newest session
+        self._closed: set[str] = set()
+        self._waiting: deque[tuple[Session, int]] = deque()  # (session, announced messages without credit), oldest first
+        self._granted_items = 0
+        self._granted_bytes = 0
+        self._ready: OrderedDict[str, Stored] = OrderedDict()
+        self._ready_bytes = 0
+        self._returned: OrderedDict[str, Stored] = OrderedDict()
+        self._messages: dict[str, Stored] = {}
+        self._groups: dict[str, set[str]] = {}
+        self._consumers: dict[Session, _Consumer] = {}
+        self._sequence = 0
+        self._stats = TopicStats()
+
+    # ── senders ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open_sender(self, session: Session, producer: str, now: float) -> Progress:
+        """A sender is there, or still there. A new session of a producer retires the one before and its credits.
+
+        Raises TransportError for a producer that the topic was not told of, StreamClosed for a retired session.
+        """
+        sender = self._senders.get(session)
+        if sender is None:
+            if producer not in self.spec.producers:
+                told = ", ".join(self.spec.producers) or "nobody"
+                raise TransportError(f"{producer} is no producer of topic {self.spec.name}, which was told of {told}")
+            if self.ended:
+                raise StreamClosed(f"topic {self.spec.name} has ended: {producer} cannot open it again")
+            before = self._current.get(producer)
+            if before is not None:
+                self._retire(self._senders[before], before, f"a newer sender named {producer} has taken over", now)
+            sender = self._senders[session] = _Sender(producer, now)
+            self._current[producer] = session
+            self._closed.discard(producer)
+        return self._seen(session, now).progress()
+
+    def announce(self, session: Session, first: int, sizes: Sequence[int], now: float) -> Progress:
+        """The sender has messages number `first` on waiting, of these sizes in bytes. What was announced before is skipped;
+        after a gap nothing is taken (the sender sees it from the counts and announces again).
+
+        Raises MessageTooLarge when one could never fit, StreamClosed for a retired session; then nothing is announced.
+        """
+        sender = self._seen(session, now)
+        if first > sender.announced:
+            return sender.progress()
+        fresh = sizes[sender.announced - first :]
+        if fresh and max(fresh) > self.spec.capacity_bytes:
+            raise MessageTooLarge(
+                f"a message of {max(fresh)} bytes can never fit topic {self.spec.name}, which holds {self.spec.capacity_bytes}: "
+                "raise queue.capacity_megabytes"
+            )
+        if fresh:
+            sender.sizes.extend(fresh)
+            sender.announced += len(fresh)
+            self._waiting.append((session, len(fresh)))
+            if sender.blocked_since is None:
+                sender.blocked_since = now
+        return sender.progress()
+
+    def grant(self, now: float) -> list[Session]:
+        """Give the capacity that is free to announced messages, oldest announcement first; returns the senders that got some."""
+        granted_to: dict[Session, None] = {}
+        items_left = self.spec.capacity_items - self._granted_items - len(self._ready)
+        bytes_left = self.spec.capacity_bytes - self._granted_bytes - self._ready_bytes
+        while self._waiting and items_left > 0:
+            session, count = self._waiting[0]
+            sender = self._senders[session]
+            given = given_bytes = 0
+            offset = sender.granted - sender.handled
+            while given < count and given < items_left:
+                size = sender.sizes[offset + given]
+                if given_bytes + size > bytes_left:
+                    break
+                given, given_bytes = given + 1, given_bytes + size
+            if given == 0:
+                break
+            items_left, bytes_left = items_left - given, bytes_left - given_bytes
+            self._hold_credit(sender, given, given_bytes)
+            granted_to[session] = None
+            if sender.granted == sender.announced:
+                self._unblock(sender, now)
+            if given < count:
+                self._waiting[0] = (session, count - given)
+            else:
+                self._waiting.popleft()
+        return list(granted_to)
+
+    def accept(
+        self, session: Session, first: int, batch: Sequence[Incoming], now: float, *, is_ended: Callable[[str], bool]
+    ) -> Acceptance:
+        """The sender wrote messages number `first` on. What is granted and in turn is accepted; `is_ended(group_id)` marks
+        duplicates, as does an id that is here already. Messages handled before are skipped.
+
+        Raises StreamClosed for a retired session.
+        """
+        sender = self._seen(session, now)
+        result = Acceptance()
+        for number, incoming in enumerate(batch, first):
+            if number < sender.handled:
+                continue
+            if number > sender.handled or number >= sender.granted:
+                result.out_of_turn = True
+                break
+            size = sender.sizes[0]
+            self._spend_credit(sender, size)
+            if len(incoming.payload) != size:
+                self._stats.refused += 1
+                result.refused.append((number, f"{size} bytes were announced, {len(incoming.payload)} came"))
+            elif incoming.message_id in self._messages or is_ended(incoming.group_id):
+                self._stats.duplicates += 1
+                result.duplicates += 1
+            else:
+                self._store(incoming)
+                result.accepted.append((incoming.message_id, incoming.group_id))
+        return result
+
+    def progress(self, session: Session) -> Progress | None:
+        """The sender's counts; None for a session that was never opened."""
+        sender = self._senders.get(session)
+        return None if sender is None else sender.progress()
+
+    def close_sender(self, session: Session, now: float) -> None:
+        """End of this sender's stream; its producer has closed if no newer session took over. Closing twice is harmless."""
+        sender = self._senders.get(session)
+        if sender is not None and sender.retired is None:
+            self._retire(sender, session, f"the sender {sender.producer} has closed", now)
+            self._closed.add(sender.producer)
+
+    @property
+    def ended(self) -> bool:
+        """Every producer the topic was told of has closed."""
+        return bool(self.spec.producers) and self._closed.issuperset(self.spec.producers)
+
+    @property
+    def drained(self) -> bool:
+        """The topic has ended and nothing in it waits to be taken."""
+        return self.ended and not self._ready and not self._returned
+
+    # ── consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def touch_consumer(self, session: Session, now: float) -> None:
+        """A heartbeat: this consumer keeps its leases."""
+        consumer = self._consumers.get(session)
+        if consumer is None:
+            self._consumers[session] = _Consumer(now)
+        else:
+            consumer.last_seen = now
+
+    @property
+    def num_takeable(self) -> int:
+        return len(self._returned) + len(self._ready)
+
+    def take(self, session: Session, *, max_items: int, max_bytes: int, now: float) -> list[Stored]:
+        """Lease messages to this consumer: those returned first, then in order of acceptance; at most `max_items`, and no more
+        than `max_bytes` unless it is a single one. Each taking frees its sender's credit."""
+        self.touch_consumer(session, now)
+        held = self._consumers[session].held
+        taken: list[Stored] = []
+        size = 0
+        while len(taken) < max_items and (source := self._returned or self._ready):
+            stored = next(iter(source.values()))
+            size += len(stored.payload)
+            if taken and size > max_bytes:
+                break
+            del source[stored.message_id]
+            if stored.state == "accepted":
+                self._ready_bytes -= len(stored.payload)
+            else:
+                stored.redelivered = True
+                self._stats.redelivered += 1
+            stored.state, stored.holder = "taken", session
+            held.add(stored.message_id)
+            taken.append(stored)
+        self._stats.taken += len(taken)
+        return taken
+
+    def settle(self, message_ids: Iterable[str]) -> int:
+        """These messages are done with, in whatever state; returns how many were here."""
+        return sum(self._remove(message_id) for message_id in message_ids)
+
+    def settle_group(self, group_id: str) -> int:
+        """Every message of this group is done with; returns how many were here."""
+        return self.settle(tuple(self._groups.get(group_id, ())))
+
+    def give_back(self, session: Session, message_ids: Iterable[str] | None = None) -> int:
+        """This consumer's leases (all, or of these messages) end; what was not settled is delivered again, first, in the
+        original order. Returns how many."""
+        consumer = self._consumers.get(session)
+        if consumer is None:
+            return 0
+        ids = consumer.held if message_ids is None else consumer.held.intersection(message_ids)
+        if not ids:
+            return 0
+        back = [self._messages[message_id] for message_id in ids]
+        for stored in back:
+            stored.state, stored.holder = "returned", None
+        merged = sorted([*self._returned.values(), *back], key=lambda stored: stored.sequence)
+        self._returned = OrderedDict((stored.message_id, stored) for stored in merged)
+        consumer.held = consumer.held - ids
+        self._stats.leases_ended += len(back)
+        return len(back)
+
+    def close_consumer(self, session: Session) -> None:
+        """The consumer leaves and gives its leases back."""
+        self.give_back(session)
+        self._consumers.pop(session, None)
+
+    # ── time and figures ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def expire(self, now: float) -> list[Session]:
+        """End the leases and credits of sessions silent for more than `lease_seconds`; returns those sessions. A sender that
+        speaks again goes on from its `handled` count, a consumer starts with nothing held."""
+        limit = now - self.lease_seconds
+        silent_senders = [
+            session
+            for session, sender in self._senders.items()
+            if sender.last_seen < limit and sender.announced > sender.handled and sender.retired is None
+        ]
+        for session in silent_senders:
+            self._withdraw(self._senders[session], session, now)
+        silent_consumers = [session for session, consumer in self._consumers.items() if consumer.last_seen < limit]
+        for session in silent_consumers:
+            self.close_consumer(session)
+        return silent_senders + silent_consumers
+
+    def refuse(self) -> None:
+        """Count a frame or payload of this topic that was no message."""
+        self._stats.refused += 1
+
+    def find(self, message_id: str) -> Stored | None:
+        """The unsettled message of this id."""
+        return self._messages.get(message_id)
+
+    def unsettled(self) -> list[Stored]:
+        """Every accepted message that is not settled, in order of acceptance."""
+        return list(self._messages.values())
+
+    def stats(self, now: float) -> TopicStats:
+        """Figures at this moment, waits in progress included."""
+        current = TopicStats(**asdict(self._stats))
+        current.depth, current.bytes = len(self._ready), self._ready_bytes
+        current.returned = len(self._returned)
+        current.held = len(self._messages) - len(self._ready) - len(self._returned)
+        current.blocked_seconds += sum(
+            now - sender.blocked_since for sender in self._senders.values() if sender.blocked_since is not None
+        )
+        return current
+
+    @property
+    def committed(self) -> tuple[int, int]:
+        """(items, bytes) that count against the capacity: granted and not yet sent + accepted and never yet taken."""
+        return self._granted_items + len(self._ready), self._granted_bytes + self._ready_bytes
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _seen(self, session: Session, now: float) -> _Sender:
+        sender = self._senders.get(session)
+        if sender is None:
+            raise TransportError(f"topic {self.spec.name} does not know this sender: was the queue restarted?")
+        if sender.retired is not None:
+            raise StreamClosed(f"topic {self.spec.name}: {sender.retired}")
+        sender.last_seen = now
+        return sender
+
+    def _hold_credit(self, sender: _Sender, items: int, size: int) -> None:
+        sender.granted += items
+        sender.granted_bytes += size
+        self._granted_items += items
+        self._granted_bytes += size
+
+    def _spend_credit(self, sender: _Sender, size: int) -> None:
+        sender.handled += 1
+        sender.sizes.popleft()
+        sender.granted_bytes -= size
+        self._granted_items -= 1
+        self._granted_bytes -= size
+
+    def _store(self, incoming: Incoming) -> None:
+        stored = Stored(self._sequence, incoming.message_id, incoming.group_id, incoming.payload)
+        self._sequence += 1
+        self._messages[stored.message_id] = self._ready[stored.message_id] = stored
+        self._groups.setdefault(stored.group_id, set()).add(stored.message_id)
+        self._ready_bytes += len(stored.payload)
+        stats = self._stats
+        stats.accepted += 1
+        stats.accepted_bytes += len(stored.payload)
+        stats.max_depth = max(stats.max_depth, len(self._ready))
+        stats.max_bytes = max(stats.max_bytes, self._ready_bytes)
+
+    def _remove(self, message_id: str) -> bool:
+        stored = self._messages.pop(message_id, None)
+        if stored is None:
+            return False
+        group = self._groups[stored.group_id]
+        group.discard(message_id)
+        if not group:
+            del self._groups[stored.group_id]
+        if stored.state == "accepted":
+            del self._ready[message_id]
+            self._ready_bytes -= len(stored.payload)
+        elif stored.state == "returned":
+            del self._returned[message_id]
+        elif stored.holder is not None:
+            self._consumers[stored.holder].held.discard(message_id)
+        self._stats.settled += 1
+        return True
+
+    def _withdraw(self, sender: _Sender, session: Session, now: float) -> None:
+        """Forget what the sender announced and was granted beyond what it sent."""
+        self._granted_items -= sender.granted - sender.handled
+        self._granted_bytes -= sender.granted_bytes
+        sender.announced = sender.granted = sender.handled
+        sender.granted_bytes = 0
+        sender.sizes.clear()
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != session)
+        self._unblock(sender, now)
+
+    def _retire(self, sender: _Sender, session: Session, reason: str, now: float) -> None:
+        if sender.retired is None:
+            self._withdraw(sender, session, now)
+            sender.retired = reason
+
+    def _unblock(self, sender: _Sender, now: float) -> None:
+        if sender.blocked_since is not None:
+            self._stats.blocked_seconds += now - sender.blocked_since
+            sender.blocked_since = None
