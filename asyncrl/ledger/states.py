@@ -1,0 +1,278 @@
+"""The states of a prompt group's attempts, as a pure state machine.
+
+                        ┌──────────────────────────────┐
+    (nothing) ─▶ dispatched ─▶ queued ─▶ trained       │
+                     │            ├────▶ filtered      │  ends: exactly one per attempt, with a reason
+                     │            ├────▶ failed   ◀────┤
+                     └────────────┴────▶ expired  ◀────┘
+
+Invariants, kept by refusing what would break them (`IllegalTransition`, and then nothing has changed):
+- an attempt is dispatched once; attempt 0 by the prompt order, attempt n + 1 only after attempt n ended with `reissue`;
+- an attempt ends once, and only an attempt that was queued trains or is filtered;
+- steps are finished in order, each once, and none after training is over;
+- once training is over nothing is live: what was live then, and what starts later, has failed with `TRAINING_OVER`.
+So at any instant dispatched = trained + filtered + failed + expired + in flight + queued, in attempts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from asyncrl.errors import IllegalTransition, LedgerError
+from asyncrl.messages import GroupId
+from asyncrl.protocols.ledger import Dispatch, End, LedgerEvents, LiveGroup, PromptCursor, StepRecord
+
+State = Literal["dispatched", "queued", "trained", "filtered", "failed", "expired"]
+STATES: tuple[State, ...] = ("dispatched", "queued", "trained", "filtered", "failed", "expired")
+END_STATES: tuple[State, ...] = ("trained", "filtered", "failed", "expired")
+SUCCESSORS: dict[State | None, tuple[State, ...]] = {
+    None: ("dispatched",),
+    "dispatched": ("queued", "failed", "expired"),
+    "queued": ("trained", "filtered", "failed", "expired"),
+    "trained": (),
+    "filtered": (),
+    "failed": (),
+    "expired": (),
+}
+TRAINING_OVER = "training is over"
+EVENTS_KEPT = 65_536
+REASONS_KEPT = 100
+
+
+class Transition(NamedTuple):
+    """One row of history. `version`: confirmed at dispatch, the trainer's in a step; `step`: set for the ends of a step."""
+
+    id: GroupId
+    state: State
+    reason: str = ""
+    step: int | None = None
+    version: int | None = None
+
+
+class FinishedStep(NamedTuple):
+    """`taken` groups ended in this step, whatever their end."""
+
+    step: int
+    version: int
+    taken: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What one call changed: it stands in the file whole or not at all."""
+
+    transitions: Sequence[Transition] = ()
+    reissues: Sequence[GroupId] = ()
+    cursor: PromptCursor | None = None
+    step: FinishedStep | None = None
+    final_version: int | None = None
+
+
+class Attempts:
+    """Every attempt's state. Live attempts are held one by one, ended ones as bits: memory grows with what is live."""
+
+    def __init__(self) -> None:
+        self._live: dict[GroupId, LiveGroup] = {}  # in order of dispatch
+        self._seen = _IdSet()
+        self._owed: dict[GroupId, None] = {}
+        self._events: deque[End | None] = deque()
+        self._first_event = 0
+        self._ended: dict[State, int] = dict.fromkeys(END_STATES, 0)
+        self._queued = 0
+        self.dispatched = 0
+        self.finished_steps = 0
+        self.final_version: int | None = None
+        self.cursor: PromptCursor | None = None
+        self.reasons: dict[str, int] = {}
+
+    # What may happen
+
+    def dispatch(self, groups: Sequence[Dispatch], cursor: PromptCursor) -> Changes:
+        """These groups start, and the prompt source stands at `cursor`."""
+        fresh = set()
+        for group in groups:
+            if group.id in self._seen or group.id in fresh:
+                raise IllegalTransition(f"group {group.id} was dispatched before: an attempt starts once")
+            if group.id.attempt and group.id not in self._owed:
+                raise IllegalTransition(f"group {group.id} is a reissue that nobody asked for: end its predecessor with reissue")
+            fresh.add(group.id)
+        transitions = [Transition(group.id, "dispatched", version=group.start_version) for group in groups]
+        if self.final_version is not None:
+            transitions += [Transition(group.id, "failed", TRAINING_OVER) for group in groups]
+        changes = Changes(transitions, cursor=cursor)
+        self.apply(changes)
+        return changes
+
+    def queue(self, ids: Sequence[GroupId]) -> Changes:
+        """The scored groups of these attempts were accepted by the queue."""
+        for id in ids:
+            self._check(id, "queued")
+        if len(set(ids)) < len(ids):
+            raise IllegalTransition(f"a group is queued twice in one call: {', '.join(map(str, ids))}")
+        changes = Changes([Transition(id, "queued") for id in ids])
+        self.apply(changes)
+        return changes
+
+    def end(self, ends: Sequence[End]) -> Changes:
+        """Ends outside a step: failed, expired at the pick, filtered and replaced under refill. Once training is over a group
+        that has ended already is passed over: its holder could not know."""
+        if self.final_version is not None:
+            ends = [end for end in ends if self.state(end.id) != "ended"]
+        for end in ends:
+            if end.state == "trained":
+                raise IllegalTransition(f"group {end.id} cannot train outside a step: name it in finish_step")
+        self._check_ends(ends)
+        changes = Changes([Transition(end.id, end.state, end.reason) for end in ends], _reissues(ends))
+        self.apply(changes)
+        return changes
+
+    def finish_step(self, record: StepRecord) -> Changes:
+        """The next step is finished, and every group that it took has ended."""
+        if record.step != self.finished_steps + 1:
+            raise IllegalTransition(f"step {record.step} cannot finish: {self.finished_steps} steps are finished")
+        if self.final_version is not None:
+            raise IllegalTransition(f"step {record.step} cannot finish: training is over")
+        self._check_ends(record.ends)
+        changes = Changes(
+            [Transition(end.id, end.state, end.reason, record.step, record.version) for end in record.ends],
+            _reissues(record.ends),
+            step=FinishedStep(record.step, record.version, len(record.ends)),
+        )
+        self.apply(changes)
+        return changes
+
+    def finish_training(self, final_version: int) -> Changes:
+        """No further step will be made; what is live ends."""
+        if self.final_version is not None:
+            raise IllegalTransition(f"training is over already, at version {self.final_version}")
+        changes = Changes([Transition(id, "failed", TRAINING_OVER) for id in self._live], final_version=final_version)
+        self.apply(changes)
+        return changes
+
+    # What is
+
+    def state(self, id: GroupId) -> Literal["unknown", "in_flight", "queued", "ended"]:
+        if group := self._live.get(id):
+            return group.state
+        return "ended" if id in self._seen else "unknown"
+
+    def live(self) -> list[LiveGroup]:
+        """Every attempt without an end, oldest dispatch first."""
+        return list(self._live.values())
+
+    def owed(self) -> list[GroupId]:
+        """Reissues asked for and not dispatched yet, oldest first."""
+        return list(self._owed)
+
+    def counts(self) -> dict[str, int]:
+        """The terms of the law, in attempts."""
+        return {
+            "dispatched": self.dispatched,
+            **{str(state): number for state, number in self._ended.items()},
+            "in_flight": len(self._live) - self._queued,
+            "queued": self._queued,
+        }
+
+    @property
+    def seq(self) -> int:
+        """The number of events so far: ends, finished steps, the end of training."""
+        return self._first_event + len(self._events)
+
+    def events(self, since: int) -> LedgerEvents:
+        """Events after `since`. Raises LedgerError when they are no longer held: a late comer starts from `live`."""
+        if since < self._first_event:
+            raise LedgerError(f"events after {since} are gone, the oldest held is {self._first_event}: begin with live()")
+        ended = tuple(event for event in islice(self._events, since - self._first_event, None) if event is not None)
+        return LedgerEvents(self.seq, ended, self.finished_steps, self.final_version is not None, self.final_version)
+
+    # How it changes
+
+    def apply(self, changes: Changes) -> None:
+        """Make changes that were checked here before, or that a file holds. Raises IllegalTransition for a bad row of a file."""
+        reissued = {(id.epoch, id.row, id.attempt - 1) for id in changes.reissues}
+        self._owed.update(dict.fromkeys(changes.reissues))
+        for transition in changes.transitions:
+            self._move(transition, transition.id in reissued)
+        if changes.cursor is not None:
+            self.cursor = changes.cursor
+        if changes.step is not None:
+            self.finished_steps = changes.step.step
+            self._events.append(None)
+        if changes.final_version is not None:
+            self.final_version = changes.final_version
+            self._events.append(None)
+        while len(self._events) > EVENTS_KEPT:
+            self._events.popleft()
+            self._first_event += 1
+
+    def _move(self, transition: Transition, reissued: bool) -> None:
+        id, state = transition.id, transition.state
+        if state == "dispatched":
+            if id in self._seen:
+                raise IllegalTransition(f"group {id} was dispatched before: an attempt starts once")
+            self._owed.pop(id, None)
+            self._seen.add(id)
+            self._live[id] = LiveGroup(id, transition.version or 0, "in_flight")
+            self.dispatched += 1
+            return
+        self._check(id, state)
+        group = self._live[id]
+        if state == "queued":
+            self._live[id] = LiveGroup(id, group.start_version, "queued")
+            self._queued += 1
+            return
+        del self._live[id]
+        self._queued -= group.state == "queued"
+        self._ended[state] += 1
+        self._count_reason(state, transition.reason)
+        self._events.append(End(id, state, transition.reason, reissued))
+
+    def _check(self, id: GroupId, state: State) -> None:
+        found = self.state(id)
+        if found == "ended" or found == "unknown" or state not in SUCCESSORS["dispatched" if found == "in_flight" else found]:
+            raise IllegalTransition(f"group {id} cannot become {state}: it is {found.replace('_', ' ')}")
+
+    def _check_ends(self, ends: Sequence[End]) -> None:
+        fresh = set()
+        for end in ends:
+            self._check(end.id, end.state)
+            if end.id in fresh:
+                raise IllegalTransition(f"group {end.id} ends twice in one call")
+            if end.reissue and end.state == "trained":
+                raise IllegalTransition(f"group {end.id} trained: it is not issued again")
+            fresh.add(end.id)
+
+    def _count_reason(self, state: State, reason: str) -> None:
+        key = reason_key(state, reason)
+        if key not in self.reasons and len(self.reasons) >= REASONS_KEPT:
+            key = f"{state}: other"
+        if key != "trained":
+            self.reasons[key] = self.reasons.get(key, 0) + 1
+
+
+def reason_key(state: str, reason: str) -> str:
+    """What a reason is counted under: its head, up to the first colon, so that particulars do not make a kind of their own."""
+    head = reason.split(":", 1)[0].strip()
+    return f"{state}: {head}" if head else state
+
+
+def _reissues(ends: Iterable[End]) -> list[GroupId]:
+    return [GroupId(end.id.epoch, end.id.row, end.id.attempt + 1) for end in ends if end.reissue]
+
+
+class _IdSet:
+    """A growing set of group ids, 256 neighbouring rows to an integer of bits."""
+
+    def __init__(self) -> None:
+        self._bits: dict[tuple[int, int, int], int] = {}
+
+    def add(self, id: GroupId) -> None:
+        key = (id.epoch, id.attempt, id.row >> 8)
+        self._bits[key] = self._bits.get(key, 0) | 1 << (id.row & 255)
+
+    def __contains__(self, id: GroupId) -> bool:
+        return bool(self._bits.get((id.epoch, id.attempt, id.row >> 8), 0) >> (id.row & 255) & 1)
