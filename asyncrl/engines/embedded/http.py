@@ -1,0 +1,223 @@
+"""SGLang's HTTP protocol in front of the engine loop, on aiohttp.
+
+POST /generate, /abort_request, /flush_cache    GET /health, /health_generate, /ping, /model_info, /server_info, /v1/loads
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from asyncrl.engines.embedded.loop import EngineLoop
+from asyncrl.engines.embedded.sequences import Update
+from asyncrl.engines.embedded.wire import BadRequest, Call, Limits, parse_generate, response_of
+from asyncrl.errors import GenerationFailed
+
+log = logging.getLogger(__name__)
+MAX_BODY_BYTES = 256 * 2**20
+HEALTH_TIMEOUT_SECONDS = 20.0
+
+Decode = Callable[[Sequence[int], bool], str]
+Sink = asyncio.Queue  # of Update
+
+
+class Updates:
+    """Carries updates from the loop's thread to the waiting calls: one wake-up of the event loop per decode step."""
+
+    def __init__(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+
+    def __call__(self, updates: Sequence[Update]) -> None:
+        if not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(_dispatch, updates)
+
+
+def _dispatch(updates: Sequence[Update]) -> None:
+    for update in updates:
+        update.sequence.sink.put_nowait(update)
+
+
+class HttpFront:
+    """The HTTP server of one engine. `start` binds and returns the URL."""
+
+    def __init__(self, engine: EngineLoop, limits: Limits, *, model_path: str, decode: Decode | None = None):
+        self._engine, self._limits, self._model_path, self._decode = engine, limits, model_path, decode
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Raises OSError when the address is taken."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort),
+                web.post("/flush_cache", self._flush),
+                web.get("/flush_cache", self._flush),
+                web.get("/ping", self._ping),
+                web.get("/health", self._ping),
+                web.get("/health_generate", self._health_generate),
+                web.get("/model_info", self._model_info),
+                web.get("/get_model_info", self._model_info),
+                web.get("/server_info", self._server_info),
+                web.get("/get_server_info", self._server_info),
+                web.get("/v1/loads", self._loads),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        address = self._runner.addresses[0]
+        return f"http://{address[0]}:{address[1]}"
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        sink: Sink[Update] = asyncio.Queue()
+        call = parse_generate(await _body(request), self._limits, sink)
+        self._engine.submit(call.sequences)
+        left = {sequence.index for sequence in call.sequences}
+        try:
+            if call.stream:
+                return await self._stream(request, call, sink, left)
+            return await self._answer(call, sink, left)
+        finally:
+            if left:  # the client is gone, or writing to it failed: nobody wants the rest
+                self._abandon(sink)
+
+    async def _answer(self, call: Call, sink: Sink[Update], left: set[int]) -> web.Response:
+        responses: dict[int, dict[str, Any]] = {}
+        async for update in _until_done(sink, left):
+            if update.finish is not None:
+                responses[update.sequence.index] = self._response(update, call)
+        ordered = [responses[index] for index in range(len(call.sequences))]
+        for response in ordered:
+            del response["index"]
+        return web.json_response(ordered if call.batch else ordered[0])
+
+    async def _stream(self, request: web.Request, call: Call, sink: Sink[Update], left: set[int]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        async for update in _until_done(sink, left):
+            payload = self._response(update, call)
+            if not call.batch:
+                del payload["index"]
+            chunk = f"data: {json.dumps(payload)}\n\n"
+            await response.write(chunk.encode() if left else f"{chunk}data: [DONE]\n\n".encode())
+        await response.write_eof()
+        return response
+
+    def _response(self, update: Update, call: Call) -> dict[str, Any]:
+        return response_of(update, call, self._decode)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        if not isinstance(body, dict):
+            raise BadRequest("the body must be a JSON object with rid or abort_all")
+        rid = body.get("rid")
+        if body.get("abort_all") is True:
+            self._engine.abort(None)
+        elif isinstance(rid, str) and rid:
+            self._engine.abort([rid])
+        elif isinstance(rid, list) and rid and all(isinstance(entry, str) for entry in rid):
+            self._engine.abort(rid)
+        else:
+            raise BadRequest('abort_request needs {"rid": "…"} or {"abort_all": true}')
+        return web.Response()
+
+    def _abandon(self, sink: Sink[Update]) -> None:
+        try:
+            self._engine.abandon(sink)
+        except GenerationFailed:
+            log.debug("the engine ended before an abandoned request was aborted")
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        """Nothing to drop: no prefix outlives the sequences that use it."""
+        return web.Response(text="no cache outlives its requests\n")
+
+    async def _ping(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._engine.alive else 503)
+
+    async def _health_generate(self, request: web.Request) -> web.Response:
+        sink: Sink[Update] = asyncio.Queue()
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        self._engine.submit(parse_generate(body, self._limits, sink).sequences)
+        update = await asyncio.wait_for(sink.get(), HEALTH_TIMEOUT_SECONDS)
+        return web.Response(status=503 if update.finish is None or update.finish.kind == "abort" else 200)
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": self._model_path,
+                "tokenizer_path": self._model_path,
+                "is_generation": True,
+                "weight_version": self._engine.version,
+                "max_context_tokens": self._limits.context,
+            }
+        )
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        running, waiting = self._engine.load()
+        stats = self._engine.stats
+        return web.json_response(
+            {
+                "server": "asyncrl embedded engine",
+                "model_path": self._model_path,
+                "weight_version": self._engine.version,
+                "num_running_reqs": running,
+                "num_waiting_reqs": waiting,
+                "generated_tokens": stats.generated_tokens,
+                "prefilled_tokens": stats.prefilled_tokens,
+                "shared_prefills": stats.shared_prefills,
+                "decode_steps": stats.decode_steps,
+                "decode_seconds": stats.decode_seconds,
+            }
+        )
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        running, waiting = self._engine.load()
+        return web.json_response({"loads": [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}]})
+
+
+async def _until_done(sink: Sink[Update], left: set[int]) -> AsyncIterator[Update]:
+    """Updates until every sequence has finished; a finished one leaves `left` before it is yielded.
+
+    No deadline here: the client's own ends the wait (its disconnect cancels the handler), and so does the engine's end, which
+    finishes every sequence.
+    """
+    while left:
+        update = await sink.get()
+        if update.finish is not None:
+            left.discard(update.sequence.index)
+        yield update
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        return json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    try:
+        response: web.StreamResponse = await handler(request)
+        return response
+    except BadRequest as error:
+        return _error(400, "BadRequestError", str(error))
+    except web.HTTPException as error:
+        return _error(error.status, error.reason, f"{request.method} {request.path}: {error.reason}")
+    except (GenerationFailed, TimeoutError) as error:
+        return _error(503, type(error).__name__, str(error))
+
+
+def _error(status: int, kind: str, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)

@@ -1,0 +1,95 @@
+"""The static KV cache: a row per slot, memory touched only where sequences have been.
+
+Shapes: S slots, H key/value heads, C tokens of context, D head dimension, N sequences of a forward pass, Q new tokens each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+LayerShape = tuple[int, int, int]
+"""(key/value heads, key dimension, value dimension) of one layer."""
+
+
+class SlotCache(Cache):
+    """What the model sees as its cache. A forward pass is announced with `target`: then every layer's `update` writes the new
+    keys and values to their slots and returns the slots' rows up to the announced length.
+
+    Layers of one shape lie in one tensor [L, S, H, C, D], so that copying slots is one operation.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], *, max_slots: int, context: int, dtype: torch.dtype, device: torch.device):
+        super().__init__(layers=[])
+        sizes = [(heads, dim) for heads, key_dim, value_dim in layers for dim in (key_dim, value_dim)]
+        self._storage = {
+            size: _zeros((sizes.count(size), max_slots, size[0], context, size[1]), dtype, device)
+            for size in dict.fromkeys(sizes)
+        }
+        taken = dict.fromkeys(sizes, 0)
+        planes = []
+        for size in sizes:
+            planes.append(self._storage[size][taken[size]])
+            taken[size] += 1
+        self._keys, self._values = planes[0::2], planes[1::2]
+        self._all_rows = torch.arange(max_slots, device=device)
+        self._rows, self._columns = self._all_rows[:0], self._all_rows[:0]
+        self._chunk: slice | None = None
+        self._length = 0
+
+    def target_decode(self, columns_N: torch.Tensor, length: int) -> None:
+        """The next pass writes one token of slot i at columns[i] (int64[N]) and reads slots 0 … N−1 up to `length` tokens."""
+        self._rows, self._columns = self._all_rows[: len(columns_N)], columns_N
+        self._chunk, self._length = None, length
+
+    def target_prefill(self, rows_N: torch.Tensor, start: int, end: int) -> None:
+        """The next pass writes tokens start … end−1 of the slots `rows` (int64[N]) and reads those slots from 0 to `end`."""
+        self._rows, self._chunk, self._length = rows_N, slice(start, end), end
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, H, Q, D] in; [N, H, length, D] out (while decoding, views of the cache)."""
+        keys, values, rows, length = self._keys[layer_idx], self._values[layer_idx], self._rows, self._length
+        if self._chunk is None:
+            keys[rows, :, self._columns] = key_states[:, :, 0]
+            values[rows, :, self._columns] = value_states[:, :, 0]
+            return keys[: len(rows), :, :length], values[: len(rows), :, :length]
+        keys[:, :, self._chunk].index_copy_(0, rows, key_states)
+        values[:, :, self._chunk].index_copy_(0, rows, value_states)
+        if self._chunk.start == 0:
+            return key_states, value_states
+        return keys[:, :, :length].index_select(0, rows), values[:, :, :length].index_select(0, rows)
+
+    def copy(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
+        """The first `length` tokens of each source slot to its target slot; no slot is both."""
+        if length:
+            for storage in self._storage.values():
+                storage[:, target, :, :length] = storage[:, source, :, :length]
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Zero these slots, so that a number that is not finite cannot leak through a masked position."""
+        for storage in self._storage.values():
+            storage[:, slots] = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._length, 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.numel() * storage.element_size() for storage in self._storage.values())
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU without touching the memory, so that an unused context costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    carrier = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(shape, carrier)).view(dtype)

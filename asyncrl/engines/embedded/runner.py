@@ -1,0 +1,186 @@
+"""The model and its cache: prefill, one decode step, slot copies, and the exchange of weights.
+
+Shapes: N sequences, Q tokens of a prefill chunk, L tokens attended to (the longest, rounded up), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncrl.engines.embedded.kv_cache import LayerShape, SlotCache
+from asyncrl.engines.embedded.loading import context_limit, refuse_short_window
+from asyncrl.engines.embedded.sampling import sample
+from asyncrl.errors import PlanMismatch, UserError
+
+PREFILL_CHUNK = 512
+PREFILL_TOKENS = 2048
+LENGTH_BUCKET = 16
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+class ModelRunner:
+    """Everything that touches tensors. One thread calls it: the engine's loop (`live` excepted)."""
+
+    def __init__(self, model: Any, *, max_slots: int, context: int):
+        limit = context_limit(model.config)
+        if limit is not None and context > limit:
+            raise UserError(
+                f"a context of {context} tokens is asked for, and the model has room for {limit}: lower "
+                "rollout.max_prompt_tokens or rollout.max_response_tokens (or inference.context_tokens)"
+            )
+        refuse_short_window(model.config, context)
+        self.model, self.context, self.max_slots = model, context, max_slots
+        parameter = next(model.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.cache = SlotCache(
+            _layer_shapes(model, self._cache_name), max_slots=max_slots, context=context, dtype=self.dtype, device=self.device
+        )
+        self._all_columns = torch.arange(context, device=self.device)
+        self._check_cached_forward()
+
+    @torch.inference_mode()
+    def prefill(self, slots: Sequence[int], tokens: Sequence[npt.NDArray[np.int32]]) -> None:
+        """Compute and store the keys and values of tokens[i] in slots[i], from position 0.
+
+        Rows of similar length go together, padded on the right: what padding writes lies past a row's length, where nothing
+        is read before it has been written again.
+        """
+        order = sorted((index for index in range(len(slots)) if len(tokens[index])), key=lambda index: len(tokens[index]))
+        while order:
+            longest = len(tokens[order[-1]])
+            part = [order.pop()]
+            while order and (len(part) + 1) * longest <= PREFILL_TOKENS and 2 * len(tokens[order[-1]]) >= longest:
+                part.append(order.pop())
+            padded = np.zeros((len(part), longest), np.int64)
+            for row, index in enumerate(part):
+                padded[row, : len(tokens[index])] = tokens[index]
+            rows_N = torch.tensor([slots[index] for index in part], device=self.device)
+            self._prefill_padded(rows_N, self._to_device(padded))
+
+    def _prefill_padded(self, rows_N: torch.Tensor, tokens_NT: torch.Tensor) -> None:
+        """Chunk by chunk, so that no mask is larger than PREFILL_CHUNK × length."""
+        length = tokens_NT.shape[1]
+        for start in range(0, length, PREFILL_CHUNK):
+            end = min(start + PREFILL_CHUNK, length)
+            columns = self._all_columns[start:end]
+            mask = _additive(self._all_columns[:end] <= columns[:, None], self.dtype)[None, None]
+            self.cache.target_prefill(rows_N, start, end)
+            self._forward(tokens_NT[:, start:end], columns.expand(len(rows_N), -1), mask)
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        tokens: npt.NDArray[np.int32],
+        lengths: npt.NDArray[np.int64],
+        *,
+        temperature: npt.NDArray[np.float32],
+        uniform: npt.NDArray[np.float64],
+        top_p: npt.NDArray[np.float32] | None = None,
+        top_k: npt.NDArray[np.int64] | None = None,
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Feed tokens[i] at position lengths[i] of slot i; the sampled tokens int32[N] and their log-probs float32[N]."""
+        logits_NV = self.next_logits(tokens, lengths)
+        picked_N, log_probs_N = sample(
+            logits_NV,
+            self._to_device(temperature),
+            self._to_device(uniform),
+            top_p_N=None if top_p is None else self._to_device(top_p),
+            top_k_N=None if top_k is None else self._to_device(top_k),
+        )
+        return picked_N.int().cpu().numpy(), log_probs_N.cpu().numpy()
+
+    @torch.inference_mode()
+    def next_logits(self, tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> torch.Tensor:
+        """float32[N, V]: one step of the slots 0 … N−1."""
+        longest = min(-(-(int(lengths.max()) + 1) // LENGTH_BUCKET) * LENGTH_BUCKET, self.context)
+        positions_N = self._to_device(lengths)
+        mask = _additive(self._all_columns[:longest] <= positions_N[:, None], self.dtype)[:, None, None]
+        self.cache.target_decode(positions_N, longest)
+        return self._forward(self._to_device(tokens).long()[:, None], positions_N[:, None], mask)[:, -1].float()
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=True,
+            **{self._cache_name: self.cache},
+            **self._last_only,
+        ).logits
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _check_cached_forward(self) -> None:
+        """Raise UserError if decoding through the cache disagrees with the model's own forward pass: then its architecture keeps
+        state that this engine does not know of."""
+        length = min(12, self.context - 1)
+        ids = (np.arange(length + 1, dtype=np.int32) * 7 + 3) % min(self.vocab_size, 1000)
+        self.prefill([0], [ids[:length]])
+        ours_V = self.next_logits(ids[length:], np.asarray([length]))[0]
+        with torch.inference_mode():
+            theirs_V = self.model(input_ids=self._to_device(ids).long()[None], use_cache=False).logits[0, -1].float()
+        error = float((ours_V.log_softmax(-1) - theirs_V.log_softmax(-1)).abs().max())
+        if not error <= TOLERANCE[self.dtype]:
+            name = type(self.model).__name__
+            raise UserError(
+                f"the embedded engine cannot serve {name}: its decoding differs from the model's own forward pass by {error:.2g} "
+                "in log-probability: use inference.engine: sglang"
+            )
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """Parameters by name; a tied one once, under its first name. Callable from any thread."""
+        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+    def exchange(self, staged: Mapping[str, torch.Tensor]) -> None:
+        """Swap the memory of parameters and staged tensors. All or nothing: raises PlanMismatch before the first swap."""
+        parameters = dict(self.model.named_parameters())
+        check_staged(parameters, staged)
+        for name, parameter in parameters.items():
+            fresh = staged[name]
+            fresh.data, parameter.data = parameter.data, fresh.data
+
+
+def check_staged(live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]) -> None:
+    """Raises PlanMismatch unless the staged tensors are the live ones in name, shape, dtype, device and layout."""
+    different = sorted(live.keys() ^ staged.keys())
+    if different:
+        raise PlanMismatch(f"staged and live parameters differ in names: {', '.join(different[:5])}")
+    for name, parameter in live.items():
+        fresh = staged[name]
+        mine = (tuple(parameter.shape), parameter.dtype, parameter.device.type, parameter.stride())
+        theirs = (tuple(fresh.shape), fresh.dtype, fresh.device.type, fresh.stride())
+        if mine != theirs:
+            raise PlanMismatch(f"parameter {name} is {mine}, and the staged tensor is {theirs} (shape, dtype, device, stride)")
+
+
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where visible, −∞ elsewhere."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+@torch.inference_mode()
+def _layer_shapes(model: Any, cache_name: str) -> list[LayerShape]:
+    """What each layer stores per token, read off the cache that the model fills itself."""
+    ids = torch.zeros((1, 1), dtype=torch.long, device=next(model.parameters()).device)
+    filled = getattr(model(input_ids=ids, use_cache=True), cache_name)
+    shapes: list[LayerShape] = []
+    for number, layer in enumerate(filled.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.ndim != 4:
+            raise UserError(
+                f"the embedded engine keeps keys and values only; layer {number} of {type(model).__name__} keeps another state "
+                f"({type(layer).__name__}): use inference.engine: sglang"
+            )
+        shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
+    return shapes

@@ -1,0 +1,70 @@
+"""What the engine is asked for, and what it gives back. Plain values; no torch, no HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FinishKind = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one sequence is sampled.
+
+    temperature 0 is greedy. `stop_token_ids` already holds the model's end tokens unless the request ignores them.
+    seed in [0, 2^64); stream_interval: tokens between updates, None for one update at the end.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    stream_interval: int | None = None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why a sequence ended. `matched`: the stop token; `message`: why it was aborted."""
+
+    kind: FinishKind
+    matched: int | None = None
+    message: str | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One response in the making. `prompt` int32[P], P ≥ 1; `key` is equal for equal prompts; `sink` is the caller's own.
+
+    spans: (version text, first output token that it computed), ascending; `prefix_version` numbers the weights that computed the
+    prompt's KV, so that a prefix is never lent to a sequence that starts under other weights.
+    """
+
+    rid: str
+    prompt: npt.NDArray[np.int32]
+    sampling: Sampling
+    sink: Any = None
+    index: int = 0
+    key: bytes = b""
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    prefix_version: int = -1
+    cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.key = self.key or self.prompt.tobytes()
+
+
+@dataclass(frozen=True)
+class Update:
+    """A sequence's tokens so far: token_ids int32[R], log_probs float32[R]. `finish` is None while it goes on."""
+
+    sequence: Sequence
+    token_ids: npt.NDArray[np.int32]
+    log_probs: npt.NDArray[np.float32]
+    spans: tuple[tuple[str, int], ...]
+    finish: Finish | None

@@ -1,0 +1,70 @@
+"""The embedded engine as one thing: model, loop and HTTP, started and closed together."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from asyncrl.engines.embedded.http import HttpFront, Updates
+from asyncrl.engines.embedded.loading import context_limit, load_model
+from asyncrl.engines.embedded.loop import EngineLoop
+from asyncrl.engines.embedded.runner import ModelRunner
+from asyncrl.engines.embedded.wire import Limits
+from asyncrl.engines.tokenizer import HfTokenizer
+from asyncrl.errors import UserError
+
+DEFAULT_CONTEXT_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """context_tokens: prompt plus response that there is room for; None takes the model's own, at most 4096.
+    max_batch: sequences decoded at once. threads: torch's, within an operation."""
+
+    dtype: str = "float32"
+    device: str = "cpu"
+    context_tokens: int | None = None
+    max_batch: int = 128
+    threads: int = 1
+    tokenizer: str | None = None
+    trust_remote_code: bool = False
+
+
+class EmbeddedServer:
+    """`start` loads the model (off the event loop), binds, and returns the URL; `engine` is the WeightTarget."""
+
+    def __init__(self, model_path: str | Path, options: EngineOptions):
+        self._path, self._options = str(model_path), options
+        self.engine: EngineLoop
+        self._front: HttpFront | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Raises UserError for a model that cannot be served, OSError for an address that is taken."""
+        runner, tokenizer = await asyncio.to_thread(self._load)
+        self.engine = EngineLoop(runner, Updates())
+        self.engine.start()
+        limits = Limits(runner.context, runner.vocab_size, tokenizer.eos_token_ids, tokenizer.encode_prompt)
+        self._front = HttpFront(self.engine, limits, model_path=self._path, decode=tokenizer.decode)
+        return await self._front.start(host, port)
+
+    def _load(self) -> tuple[ModelRunner, HfTokenizer]:
+        options = self._options
+        torch.set_num_threads(options.threads)
+        model = load_model(self._path, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code)
+        context = options.context_tokens or min(context_limit(model.config) or DEFAULT_CONTEXT_TOKENS, DEFAULT_CONTEXT_TOKENS)
+        if context < 2:
+            raise UserError(f"the context is {context} tokens, and a prompt and its response need at least 2: raise it")
+        tokenizer = HfTokenizer(
+            options.tokenizer or self._path, model_path=self._path, trust_remote_code=options.trust_remote_code
+        )
+        return ModelRunner(model, max_slots=options.max_batch, context=context), tokenizer
+
+    async def close(self) -> None:
+        """Abort what runs, end the loop, give the port back. May be called at any time, and twice."""
+        if hasattr(self, "engine"):
+            await asyncio.to_thread(self.engine.close)
+        if self._front is not None:
+            await self._front.close()

@@ -1,0 +1,58 @@
+"""The tokenizer of a Hugging Face model, as services see it (`protocols.Tokenizer`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import UserError
+
+
+class HfTokenizer:
+    """Raises UserError for a path that holds no tokenizer."""
+
+    def __init__(self, path: str | Path, *, model_path: str | Path | None = None, trust_remote_code: bool = False):
+        """`model_path`: where the model's end tokens are read, if the tokenizer lies elsewhere."""
+        from transformers import AutoTokenizer
+
+        options = {"trust_remote_code": True} if trust_remote_code else {}
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **options)
+        except (OSError, ValueError) as error:
+            raise UserError(f"no tokenizer loads from {str(path)!r}: {error}; name its folder in model.tokenizer") from error
+        self._eos_token_ids = _eos_token_ids(model_path or path, self._tokenizer.eos_token_id, options)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a response: the tokenizer's, the model configuration's, the generation configuration's."""
+        return self._eos_token_ids
+
+    def encode_prompt(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        """Text as it stands (with the special tokens that the tokenizer puts around a text); messages through the chat template.
+
+        Raises UserError for messages when the tokenizer has no chat template.
+        """
+        if isinstance(prompt, str):
+            return list(self._tokenizer.encode(prompt))
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                "the prompt is a list of messages, and the tokenizer has no chat template: give text, or another tokenizer"
+            )
+        return list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def _eos_token_ids(path: str | Path, own: int | None, options: dict[str, Any]) -> tuple[int, ...]:
+    from transformers import AutoConfig, GenerationConfig
+
+    found: list[int | list[int] | None] = [own]
+    try:
+        found.append(getattr(AutoConfig.from_pretrained(path, **options), "eos_token_id", None))
+        found.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    except (OSError, ValueError):  # a folder with a tokenizer alone, or a model without a generation configuration
+        pass
+    ids = [token for entry in found if entry is not None for token in (entry if isinstance(entry, list) else [entry])]
+    return tuple(dict.fromkeys(ids))
