@@ -1,0 +1,110 @@
+"""A step's groups as arrays: whole-batch tensors for what is padded by response, and padded input for one micro-batch.
+
+B responses (members of all groups, in order), T positions of the longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncrl.messages import ScoredGroup
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """tokens int64: prompt and response of each sequence, end to end; starts_B: where each begins; prompt_lengths_B; groups_B: index of
+    each response's group; the rest [B, T] by response position: mask bool, behaviour float32, staleness int64 ≥ 0."""
+
+    tokens: Ints
+    starts_B: Ints
+    prompt_lengths_B: Ints
+    groups_B: Ints
+    rewards_B: torch.Tensor
+    mask_BT: torch.Tensor
+    behaviour_BT: torch.Tensor
+    staleness_BT: torch.Tensor
+
+    @property
+    def num_responses(self) -> int:
+        return len(self.starts_B)
+
+
+@dataclass(frozen=True)
+class MicroInputs:
+    """One forward pass. input_ids int64[b, L]; rows_N, columns_N, targets_N: the trainable tokens and where they are predicted,
+    in the order of the True positions of mask_bt = batch mask[sequences, :t]."""
+
+    input_ids: torch.Tensor
+    rows_N: torch.Tensor
+    columns_N: torch.Tensor
+    targets_N: torch.Tensor
+
+
+def collate_step(groups: Sequence[ScoredGroup], version: int) -> StepArrays:
+    """Lay the groups out; `version` is the trainer's when the step began."""
+    sizes = np.array([len(group.lengths) for group in groups], dtype=np.int64)
+    lengths_B = _joined([group.lengths for group in groups])
+    prompt_lengths_B = np.repeat(np.array([len(group.prompt_tokens) for group in groups], dtype=np.int64), sizes)
+    pieces: list[npt.NDArray[np.int32]] = []
+    for group in groups:
+        ends = np.cumsum(group.lengths)
+        for start, end in zip((ends - group.lengths).tolist(), ends.tolist(), strict=True):
+            pieces += (group.prompt_tokens, group.response_tokens[start:end])
+    totals_B = prompt_lengths_B + lengths_B
+    rows, columns = _positions(lengths_B)
+    shape = (len(lengths_B), int(lengths_B.max(initial=0)))
+
+    def padded(parts: list[npt.NDArray[np.generic]], dtype: type[np.generic]) -> torch.Tensor:
+        whole = np.zeros(shape, dtype=dtype)
+        whole[rows, columns] = np.concatenate(parts) if parts else 0
+        return torch.from_numpy(whole)
+
+    staleness = [np.maximum(0, version - group.versions.astype(np.int64)) for group in groups]
+    return StepArrays(
+        tokens=_joined(pieces),
+        starts_B=np.cumsum(totals_B) - totals_B,
+        prompt_lengths_B=prompt_lengths_B,
+        groups_B=np.repeat(np.arange(len(groups)), sizes),
+        rewards_B=torch.from_numpy(np.concatenate([group.rewards for group in groups]) if groups else np.zeros(0, np.float32)),
+        mask_BT=padded([group.loss_mask for group in groups], np.bool_),
+        behaviour_BT=padded([group.log_probs for group in groups], np.float32),
+        staleness_BT=padded(list(staleness), np.int64),
+    )
+
+
+def input_lengths(arrays: StepArrays, mask_BT: torch.Tensor) -> Ints:
+    """Tokens that a forward pass must read per response: up to the one before its last trainable token; 0 where none is trainable."""
+    mask = mask_BT.numpy()
+    last_B = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1) if mask.size else np.zeros(len(mask), np.int64)
+    return np.where(mask.any(axis=1), arrays.prompt_lengths_B + last_B, 0)
+
+
+def micro_inputs(arrays: StepArrays, sequences: Sequence[int], mask_bt: torch.Tensor, lengths_b: Ints) -> MicroInputs:
+    """Input of the sequences with these indices; `lengths_b` are their input lengths, `mask_bt` their rows of the mask."""
+    chosen = np.asarray(sequences, dtype=np.int64)
+    starts_b, prompts_b = arrays.starts_B[chosen], arrays.prompt_lengths_B[chosen]
+    offsets_L = np.arange(int(lengths_b.max(initial=1)))
+    source_bL = np.minimum(starts_b[:, None] + offsets_L, len(arrays.tokens) - 1)
+    input_ids = np.where(offsets_L < lengths_b[:, None], arrays.tokens[source_bL], 0)
+    rows_N, positions_N = np.nonzero(mask_bt.numpy())
+    columns_N = prompts_b[rows_N] + positions_N - 1
+    targets_N = arrays.tokens[starts_b[rows_N] + columns_N + 1]
+    return MicroInputs(*(torch.from_numpy(values) for values in (input_ids, rows_N, columns_N, targets_N)))
+
+
+def _joined(parts: Sequence[npt.NDArray[np.int32]]) -> Ints:
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+
+def _positions(lengths_B: Ints) -> tuple[Ints, Ints]:
+    """(row, column) of every element of ragged rows laid end to end."""
+    rows = np.repeat(np.arange(len(lengths_B)), lengths_B)
+    starts_B = np.cumsum(lengths_B) - lengths_B
+    return rows, np.arange(int(lengths_B.sum())) - np.repeat(starts_B, lengths_B)

@@ -1,0 +1,225 @@
+"""The engine: a sharded policy, its optimizer, and a step of training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from asyncrl.algorithms.advantages import RewardBatch, estimate
+from asyncrl.algorithms.aggregation import response_coefficients
+from asyncrl.algorithms.proximal import PROXIMALS
+from asyncrl.algorithms.reports import correction_metrics
+from asyncrl.config.schema import Config
+from asyncrl.engines.fsdp.collate import collate_step, input_lengths
+from asyncrl.engines.fsdp.model import PolicyModel
+from asyncrl.engines.fsdp.process_group import RankGroup
+from asyncrl.engines.fsdp.update import MicroSums, StepWork, micro_loss, policy_log_probs, view
+from asyncrl.protocols import StepOutcome, TrainBatch
+from asyncrl.scheduling.microbatches import MicroBatch, plan_microbatches
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """One optimizer update: this rank's micro-batches, the coefficient of every token of a response, the trainable tokens of all
+    ranks together. The last two come from the whole mini-batch, so every rank has the same."""
+
+    micro_batches: list[MicroBatch]
+    coefficients_B: torch.Tensor
+    tokens: int
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Figures of an update that was made (`finite`) or skipped, the same on every rank."""
+
+    finite: bool
+    grad_norm: float
+    scalars: dict[str, float]
+    correction: torch.Tensor
+    largest: torch.Tensor
+
+
+class FsdpEngine:
+    """A TrainingEngine on FSDP2: `fully_shard` per transformer block and root, AdamW on float32 master weights.
+
+    The gradient is a sum over ranks with global denominators: the same for any cut into micro-batches and any number of ranks.
+    """
+
+    def __init__(self, config: Config, policy: PolicyModel, group: RankGroup, device: torch.device):
+        self._config, self._group, self._device = config, group, device
+        full = dict(policy.named_parameters()) if group.rank == 0 else {}
+        self._policy = _shard(policy, config, group, device)
+        _spread(self._policy, full, group)
+        self._parameters = list(self._policy.parameters())
+        self._policy.probe_head(device)
+        training = config.training
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=training.learning_rate,
+            betas=(training.beta1, training.beta2),
+            weight_decay=training.weight_decay,
+            fused=True,
+        )
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._group.world_size
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        return self._group.broadcast(payload)
+
+    def named_parameters(self) -> Iterator[tuple[str, DTensor]]:
+        """The live master weights by their Hugging Face names, a tied one once; `to_local()` is this rank's shard."""
+        return self._policy.hf_named_parameters()  # type: ignore[return-value]
+
+    @property
+    def model_config(self) -> object:
+        """The Hugging Face configuration of the policy."""
+        return self._policy.model.config
+
+    def close(self) -> None:
+        self._group.close()
+
+    def train(self, batch: TrainBatch) -> StepOutcome:
+        if not batch.groups:
+            return StepOutcome(updates=0, bad_updates=0)
+        work, plans = self._prepare(batch)
+        for parameter_group in self._optimizer.param_groups:
+            parameter_group["lr"] = batch.learning_rate
+        if PROXIMALS[self._config.algorithm.proximal].recomputes and len(plans) * batch.epochs > 1:
+            self._recompute_proximal(work, plans)
+        results = [self._update(work, plan) for _ in range(batch.epochs) for plan in plans]
+        return _outcome(results, passes=batch.epochs, tokens=int(work.mask_host_BT.sum()))
+
+    def gradients(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
+        """Whole gradients of the batch's first mini-batch, without an update: for comparing cuts, ranks and algorithms."""
+        work, plans = self._prepare(batch)
+        self._backward(work, plans[0])
+        found = {name: parameter.grad.full_tensor().clone() for name, parameter in self.named_parameters()}
+        self._optimizer.zero_grad(set_to_none=True)
+        return found
+
+    def log_probs(self, batch: TrainBatch) -> torch.Tensor:
+        """Log-probs float32[B, T] of the batch's trainable tokens under the present weights; 0 elsewhere, and on other ranks' rows."""
+        work, plans = self._prepare(batch)
+        self._recompute_proximal(work, plans)
+        assert work.proximal_BT is not None
+        return work.proximal_BT
+
+    # ---- a step, part by part ----------------------------------------------------------------------------------
+
+    def _prepare(self, batch: TrainBatch) -> tuple[StepWork, list[UpdatePlan]]:
+        """What every rank works out alike: arrays, advantages over the whole batch, and one plan per mini-batch with a token to train."""
+        config = self._config
+        arrays = collate_step(batch.groups, batch.version)
+        rewards = RewardBatch(arrays.rewards_B, torch.from_numpy(arrays.groups_B), arrays.mask_BT)
+        advantages_BT, mask_BT = estimate(config.algorithm.advantage, rewards)
+        lengths_B = input_lengths(arrays, mask_BT)
+        on_device = (values.to(self._device) for values in (mask_BT, advantages_BT, arrays.behaviour_BT, arrays.staleness_BT))
+        work = StepWork(arrays, lengths_B, mask_BT, *on_device)
+        trainable_B = mask_BT.sum(1)
+        plans = []
+        for groups in batch.mini_batches:
+            chosen_B = torch.isin(torch.from_numpy(arrays.groups_B), torch.tensor(groups))
+            tokens_B = torch.where(chosen_B, trainable_B, 0)
+            sequences = torch.nonzero(tokens_B)[:, 0].numpy()
+            if not len(sequences):
+                continue
+            plan = plan_microbatches(
+                lengths_B[sequences].tolist(), budget_tokens=config.training.microbatch_tokens, ranks=self.world_size
+            )[self.rank]
+            coefficients_B = response_coefficients(
+                config.algorithm.loss.aggregation, tokens_B, max_response_tokens=config.rollout.max_response_tokens
+            )
+            mine = [tuple(sequences[list(cut)].tolist()) for cut in plan]
+            plans.append(UpdatePlan(mine, coefficients_B.to(self._device), int(tokens_B.sum())))
+        return work, plans
+
+    @torch.no_grad()
+    def _recompute_proximal(self, work: StepWork, plans: list[UpdatePlan]) -> None:
+        """lp_prox of this rank's responses, in the very micro-batches that will train them."""
+        work.proximal_BT = torch.zeros_like(work.behaviour_BT)
+        for micro_batch in (micro_batch for plan in plans for micro_batch in plan.micro_batches):
+            micro = view(work, micro_batch, self._device)
+            log_probs_bt, _, _ = policy_log_probs(self._policy, micro)
+            if micro_batch:
+                work.proximal_BT[micro.index, : micro.width] = log_probs_bt
+
+    def _backward(self, work: StepWork, plan: UpdatePlan) -> list[MicroSums]:
+        levels = self._config.rollout.max_staleness + 1
+        sums = []
+        for micro_batch in plan.micro_batches:
+            micro = view(work, micro_batch, self._device)
+            loss, found = micro_loss(self._policy, work, micro, plan.coefficients_B, self._config.algorithm, levels)
+            (loss * self.world_size).backward()  # FSDP averages over ranks; the loss's terms are to be summed
+            sums.append(found)
+        return sums
+
+    def _update(self, work: StepWork, plan: UpdatePlan) -> UpdateResult:
+        """Backward, clip, step; nothing but the count where loss or gradient is not finite, on every rank alike."""
+        sums = self._backward(work, plan)
+        names = list(sums[0].scalars)
+        scalars = torch.stack([torch.stack(list(found.scalars.values())) for found in sums]).sum(0)
+        correction = torch.stack([found.correction for found in sums]).sum(0)
+        largest = torch.stack([found.largest for found in sums]).amax(0)
+        reduced = self._group.sum(torch.cat([scalars, correction.flatten()]))
+        scalars, correction = reduced[: len(names)], reduced[len(names) :].view_as(correction)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.training.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        values = dict(zip(names, scalars.tolist(), strict=True))
+        finite = math.isfinite(grad_norm) and math.isfinite(values["loss/policy"])
+        if finite:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        shares = {name: value if name == "loss/policy" else value / plan.tokens for name, value in values.items()}
+        return UpdateResult(finite, grad_norm, shares, correction, self._group.largest(largest))
+
+
+def _shard(policy: PolicyModel, config: Config, group: RankGroup, device: torch.device) -> PolicyModel:
+    """FSDP2 over all ranks: one unit per block, the root for the rest (embeddings, final norm, head)."""
+    mesh = init_device_mesh(device.type, (group.world_size,))
+    precision = MixedPrecisionPolicy()
+    if config.model.dtype == "bfloat16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in policy.layers():
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=group.world_size > 1)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    return policy
+
+
+@torch.no_grad()
+def _spread(policy: PolicyModel, full: dict[str, torch.Tensor], group: RankGroup) -> None:
+    """Give every rank its shards of rank 0's weights, one parameter at a time, and rank 0's buffers."""
+    if group.world_size == 1:
+        return
+    for name, parameter in policy.named_parameters():
+        whole = full[name].to(parameter.device) if group.rank == 0 else torch.empty(parameter.shape, device=parameter.device)
+        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        parameter.to_local().copy_(mine.to_local())
+    for buffer in policy.buffers():
+        torch.distributed.broadcast(buffer, 0)
+
+
+def _outcome(results: list[UpdateResult], *, passes: int, tokens: int) -> StepOutcome:
+    """Metrics: means over the updates that were made; the correction's over the first pass; tokens counted once, not per pass."""
+    made = [result for result in results if result.finite]
+    metrics = {"tokens/trained": float(tokens if made else 0)}
+    if made:
+        for name in made[0].scalars:
+            metrics[name] = sum(result.scalars[name] for result in made) / len(made)
+        metrics["grad/norm"] = sum(result.grad_norm for result in made) / len(made)
+        first = [result for result in results[: len(results) // passes] if result.finite]
+        if first:
+            sums = torch.stack([result.correction for result in first]).sum(0)
+            metrics |= correction_metrics(sums, torch.stack([result.largest for result in first]).amax(0))
+    return StepOutcome(updates=len(made), bad_updates=len(results) - len(made), metrics=metrics)

@@ -1,0 +1,95 @@
+"""Log-probs of chosen tokens from hidden states, without ever holding the logits of all of them.
+
+The logits of N tokens over a vocabulary V are N·V numbers, more than the whole rest of a small model's activations. Here they exist
+for one chunk of tokens at a time, in the forward pass and again in the backward pass, always in float32 (float64 for float64 weights).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits held at once: 128 MiB in float32."""
+
+
+def token_log_probs(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_N: torch.Tensor,
+    *,
+    temperature: float,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log_probs_N, entropy_N) of softmax((hidden·Wᵀ + bias)/temperature), float32 or wider; entropy carries no gradient."""
+    chunk = max(1, chunk_elements // weight_VH.shape[0])
+    return _TokenLogProbs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, chunk)  # type: ignore[no-any-return]
+
+
+def log_probs_of_logits(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, *, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from logits, for models whose logits are more than their head's output."""
+    log_softmax_NV = (_wide(logits_NV) / temperature).log_softmax(-1)
+    entropy_N = -(log_softmax_NV.detach().exp() * log_softmax_NV.detach()).sum(-1)
+    return log_softmax_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+    logits = _wide(torch.nn.functional.linear(hidden, weight, bias))
+    return logits if temperature == 1.0 else logits / temperature
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """d log p(target)/d logits = (onehot(target) − softmax)/temperature; softmax is computed again from the saved logsumexp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        normalisers = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        log_probs, entropies = torch.empty_like(normalisers), torch.empty_like(normalisers)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            logits = _logits(hidden[part], weight, bias, temperature)
+            normalisers[part] = logits.logsumexp(-1)
+            log_probs[part] = logits.gather(1, targets[part, None])[:, 0] - normalisers[part]
+            probabilities = (logits - normalisers[part, None]).exp_()
+            entropies[part] = normalisers[part] - probabilities.mul_(logits).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.mark_non_differentiable(entropies)
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=normalisers.dtype, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=normalisers.dtype, device=bias.device)
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits = _logits(hidden[part], weight, bias, ctx.temperature)
+            scale = grad_log_probs[part, None] / ctx.temperature
+            grad = (logits - normalisers[part, None]).exp_().mul_(-scale)
+            grad.scatter_add_(1, targets[part, None], scale)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.T @ hidden[part]
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None

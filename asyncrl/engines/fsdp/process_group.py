@@ -1,0 +1,92 @@
+"""Where the ranks meet, and how rank 0's bytes reach all of them by a deadline.
+
+Rank 0 opens the meeting point (a TCP store on a free port) and its address travels in the address book; nobody guesses a port.
+Bytes go over a gloo group of their own, on the CPU, whatever carries the gradients.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import DeadlineExceeded, TransportError
+
+JOIN_SECONDS = 120.0
+
+
+def open_meeting_point(host: str = "127.0.0.1") -> tuple[dist.TCPStore, str]:
+    """(store, "host:port") of rank 0; the store must live as long as the group."""
+    timeout = datetime.timedelta(seconds=JOIN_SECONDS)
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    return store, f"{host}:{store.port}"
+
+
+class RankGroup:
+    """This process's place among the trainer's ranks. One per process."""
+
+    def __init__(self, *, rank: int, world_size: int, store: dist.Store, device: torch.device, timeout_seconds: float):
+        self.rank, self.world_size = rank, world_size
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if world_size == 1 or store_is_local(store):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=self._timeout)
+        self._control = dist.new_group(backend="gloo", timeout=self._timeout) if backend != "gloo" else dist.group.WORLD
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Rank 0's payload on every rank. Raises DeadlineExceeded when a peer does not come in time, TransportError when one is gone."""
+        if self.world_size == 1:
+            assert payload is not None, "rank 0 has the payload"
+            return payload
+        try:
+            length = torch.tensor([len(payload) if payload is not None else 0], dtype=torch.int64)
+            dist.broadcast(length, 0, group=self._control)
+            data = (
+                torch.empty(int(length), dtype=torch.uint8)
+                if self.rank
+                else torch.frombuffer(bytearray(payload or b""), dtype=torch.uint8)
+            )
+            dist.broadcast(data, 0, group=self._control)
+        except RuntimeError as error:
+            raise self._named(error) from error
+        return payload if payload is not None else data.numpy().tobytes()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Maximum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _named(self, error: RuntimeError) -> TransportError:
+        text = str(error)
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            seconds = self._timeout.total_seconds()
+            return DeadlineExceeded(
+                f"trainer/{self.rank}: a peer did not come within {seconds:.0f} s (training.step_timeout_seconds)"
+            )
+        return TransportError(f"trainer/{self.rank}: another trainer rank is gone: {text.splitlines()[0]}")
+
+
+def store_is_local(store: dist.Store) -> bool:
+    """Whether all ranks meet on this host's loopback."""
+    return getattr(store, "host", "127.0.0.1") in ("127.0.0.1", "localhost")
+
+
+def loopback_interface() -> str:
+    """The name of the loopback interface, for gloo."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name.startswith("lo")), names[0])

@@ -1,0 +1,125 @@
+"""One micro-batch: log-probs, proximal policy, correction, loss, and the sums that its metrics are made of.
+
+Everything here is local to a rank; sums add over micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.algorithms.corrections import CorrectionInputs, correct, importance_ratio
+from asyncrl.algorithms.losses import LossInputs, token_loss
+from asyncrl.algorithms.masking import clamped_log_ratio, masked
+from asyncrl.algorithms.proximal import PROXIMALS, ProximalInputs
+from asyncrl.algorithms.reports import correction_sums
+from asyncrl.config.schema import AlgorithmConfig
+from asyncrl.engines.fsdp.collate import Ints, MicroInputs, StepArrays, micro_inputs
+from asyncrl.engines.fsdp.model import PolicyModel
+
+
+@dataclass
+class StepWork:
+    """A step's batch as one rank holds it, [B, T] on the device; lengths_B: input tokens per response, 0 where none trains.
+    proximal_BT: the recomputed log-probs of this rank's responses, None where lp_prox needs no forward pass of its own."""
+
+    arrays: StepArrays
+    lengths_B: Ints
+    mask_host_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    advantages_BT: torch.Tensor
+    behaviour_BT: torch.Tensor
+    staleness_BT: torch.Tensor
+    proximal_BT: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatchView:
+    """The rows of a step's work that one forward pass covers; `index` selects them in [B, T]. An empty one stands for a rank that
+    only keeps step: one masked token."""
+
+    inputs: MicroInputs
+    index: torch.Tensor
+    width: int
+    mask_bt: torch.Tensor
+
+    def rows(self, values_BT: torch.Tensor) -> torch.Tensor:
+        return values_BT[self.index, : self.width]
+
+
+@dataclass(frozen=True)
+class MicroSums:
+    """scalars: flat name to a sum over the micro-batch's tokens; correction sums and maxima as `reports.correction_sums` has them."""
+
+    scalars: Mapping[str, torch.Tensor]
+    correction: torch.Tensor
+    largest: torch.Tensor
+
+
+def view(work: StepWork, sequences: Sequence[int], device: torch.device) -> MicroBatchView:
+    """Cut the micro-batch of these sequences out of the work."""
+    if not sequences:
+        token, nothing = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        inputs = MicroInputs(token, nothing, nothing, nothing)
+        return MicroBatchView(inputs, nothing, 1, torch.zeros(1, 1, dtype=torch.bool, device=device))
+    index = torch.as_tensor(sequences)
+    lengths_b = work.lengths_B[index.numpy()]
+    width = int((lengths_b - work.arrays.prompt_lengths_B[index.numpy()]).max()) + 1
+    mask_bt = work.mask_host_BT[index, :width]
+    inputs = micro_inputs(work.arrays, sequences, mask_bt, lengths_b)
+    on_device = MicroInputs(*(getattr(inputs, name).to(device) for name in MicroInputs.__dataclass_fields__))
+    return MicroBatchView(on_device, index.to(device), width, mask_bt.to(device))
+
+
+def policy_log_probs(policy: PolicyModel, micro: MicroBatchView) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log_probs_bt, entropy_N, anchor): log-probs 0 outside the mask; `anchor` is a zero that ties every parameter into the graph."""
+    inputs = micro.inputs
+    log_probs_N, entropy_N = policy(inputs.input_ids, inputs.rows_N, inputs.columns_N, inputs.targets_N)
+    zeros_bt = torch.zeros(micro.mask_bt.shape, dtype=log_probs_N.dtype, device=log_probs_N.device)
+    if not bool(micro.mask_bt.any()):
+        return zeros_bt, entropy_N[:0], 0 * log_probs_N.sum()
+    return zeros_bt.masked_scatter(micro.mask_bt, log_probs_N), entropy_N, zeros_bt.sum()
+
+
+def micro_loss(
+    policy: PolicyModel,
+    work: StepWork,
+    micro: MicroBatchView,
+    coefficients_B: torch.Tensor,
+    algorithm: AlgorithmConfig,
+    levels: int,
+) -> tuple[torch.Tensor, MicroSums]:
+    """This micro-batch's terms of the global loss, with gradient, and its sums. coefficients_B: see `algorithms.aggregation`."""
+    mask_bt = micro.mask_bt
+    log_probs_bt, entropy_N, anchor = policy_log_probs(policy, micro)
+    behaviour_bt, staleness_bt = micro.rows(work.behaviour_BT), micro.rows(work.staleness_BT)
+    recomputed_bt = None if work.proximal_BT is None else micro.rows(work.proximal_BT)
+    proximal_bt = PROXIMALS[algorithm.proximal].log_probs(
+        ProximalInputs(behaviour_bt, log_probs_bt.detach(), recomputed_bt, staleness_bt)
+    )
+    ratio_bt = importance_ratio(proximal_bt, behaviour_bt, mask_bt)
+    corrected = correct(algorithm.correction, CorrectionInputs(ratio_bt, staleness_bt, mask_bt))
+    inputs = LossInputs(
+        log_probs_bt, proximal_bt, behaviour_bt, micro.rows(work.advantages_BT), corrected.weights_BT, corrected.mask_BT
+    )
+    losses = token_loss(algorithm.loss, inputs)
+    loss = (losses.values_BT * coefficients_B[micro.index, None].to(losses.values_BT.dtype)).sum() + anchor
+    moved_bt = clamped_log_ratio(log_probs_bt.detach(), proximal_bt, mask_bt)
+    scalars = {
+        "loss/policy": loss.detach().double(),
+        "policy/entropy": entropy_N.sum(dtype=torch.float64),
+        "policy/kl_proximal": masked(moved_bt.exp() - 1 - moved_bt, mask_bt).sum(dtype=torch.float64),
+        **{f"loss/{name}": flag.sum(dtype=torch.float64) for name, flag in losses.flags.items()},
+    }
+    sums, largest = correction_sums(
+        ratio_BT=ratio_bt,
+        behaviour_BT=behaviour_bt,
+        proximal_BT=proximal_bt,
+        staleness_BT=staleness_bt,
+        mask_BT=mask_bt,
+        flags=corrected.flags,
+        levels=levels,
+    )
+    return loss, MicroSums(scalars, sums, largest)
