@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncrl.errors import LedgerError
 from asyncrl.ledger.states import END_STATES, Attempts, Changes
@@ -22,16 +22,24 @@ FLUSH_SECONDS = 0.05
 class LocalLedgerClient:
     """A `LedgerClient` over its own state machine, and over a file when `writer` is given.
 
-    `on_end(ids)` is called with the groups that have just ended, before anybody else learns of it.
+    `on_end(ids)`, where set, is called with the groups that have just ended, before anybody else learns of it.
     """
 
-    def __init__(self, writer: LedgerWriter | None = None, *, on_end: Callable[[Sequence[GroupId]], None] | None = None):
-        self.attempts = writer.attempts if writer is not None else Attempts()
+    def __init__(self, writer: LedgerWriter | None = None):
+        self.attempts = Attempts()
         self.failure: LedgerError | None = None
-        self._writer = writer
-        self._on_end = on_end
+        self._writer: LedgerWriter | None = None
+        if writer is not None:
+            self.write_to(writer)
+        self.on_end: Callable[[Sequence[GroupId]], None] | None = None
         self._changed = asyncio.Event()
+        self._failed = asyncio.Event()
         self._flush_due: asyncio.TimerHandle | None = None
+
+    def write_to(self, writer: LedgerWriter) -> None:
+        """From now on the file holds what happens; what it holds already has happened. Before the first change only."""
+        assert self.attempts.dispatched == 0, "the file is opened before anything happens"
+        self._writer, self.attempts = writer, writer.attempts
 
     async def dispatch(self, groups: Sequence[Dispatch], cursor: PromptCursor) -> None:
         changes = self.attempts.dispatch(groups, cursor)
@@ -39,9 +47,7 @@ class LocalLedgerClient:
         self._tell(changes)
 
     async def end(self, ends: Sequence[End]) -> None:
-        changes = self.attempts.end(ends)
-        self._record(changes)
-        self._tell(changes)
+        self.end_at_once(ends)
 
     async def finish_step(self, record: StepRecord) -> None:
         changes = self.attempts.finish_step(record)
@@ -72,6 +78,18 @@ class LocalLedgerClient:
         """The queue has accepted the scored groups of these attempts, and nobody has taken them yet."""
         self._record(self.attempts.queue(ids))
 
+    def end_at_once(self, ends: Sequence[End]) -> None:
+        """`end`, for those who are in this process and cannot wait."""
+        changes = self.attempts.end(ends)
+        self._record(changes)
+        self._tell(changes)
+
+    async def until_failed(self) -> NoReturn:
+        """Wait for the file to refuse, and raise that LedgerError. Never returns otherwise."""
+        await self._failed.wait()
+        assert self.failure is not None
+        raise self.failure
+
     def samples(self) -> dict[str, Any]:
         """The terms of the law and the reasons, as in summary.json."""
         return samples(self.attempts)
@@ -88,6 +106,7 @@ class LocalLedgerClient:
             self._writer.flush()
         except LedgerError as error:
             self.failure = error
+            self._failed.set()
             self._wake()
             raise
 
@@ -117,8 +136,8 @@ class LocalLedgerClient:
 
     def _tell(self, changes: Changes) -> None:
         ended = [transition.id for transition in changes.transitions if transition.state in END_STATES]
-        if ended and self._on_end is not None:
-            self._on_end(ended)
+        if ended and self.on_end is not None:
+            self.on_end(ended)
         if ended or changes.step is not None or changes.final_version is not None:
             self._wake()
 

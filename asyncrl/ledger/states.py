@@ -160,6 +160,10 @@ class Attempts:
             return group.state
         return "ended" if id in self._seen else "unknown"
 
+    def __contains__(self, id: GroupId) -> bool:
+        """Whether this attempt is live."""
+        return id in self._live
+
     def live(self) -> list[LiveGroup]:
         """Every attempt without an end, oldest dispatch first."""
         return list(self._live.values())

@@ -1,0 +1,98 @@
+"""The service. Its map is in the package's docstring."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from asyncrl.clock import Clock
+from asyncrl.config.schema import Config
+from asyncrl.ledger.local import LocalLedgerClient
+from asyncrl.ledger.store import FILE_NAME, LedgerWriter
+from asyncrl.services.ledger_client import ledger_handlers
+from asyncrl.services.message_queue.settling import ROLLOUTS, SCORED, connect, topics_of
+from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.transport.broker import Broker
+
+BIND = "tcp://127.0.0.1:*"
+
+
+class MessageQueueService:
+    """Hosts broker and ledger from `start` until `stop`; it has no end of its own, because others settle with it last.
+
+    `run` raises when the ledger's file refuses or the broker broke: without either the run cannot go on.
+    """
+
+    name = "message_queue"
+
+    def __init__(self, config: Config, run_dir: Path, *, clock: Clock, bind: str = BIND):
+        self._config, self._run_dir, self._clock = config, run_dir, clock
+        self._stop = asyncio.Event()
+        self._state = "starting"
+        self._ledger = LocalLedgerClient()
+        self._queue = connect(self._ledger, topics_of(config), lease_seconds=config.queue.lease_seconds)
+        self._broker = Broker(self._queue.exchange, clock=clock, bind=bind)
+        self._rpc = service_rpc(self)
+
+    async def start(self) -> dict[str, str]:
+        """Open the ledger's file, bind both sockets: ``rpc`` and ``broker``."""
+        self._ledger.write_to(LedgerWriter(self._run_dir / FILE_NAME, wall=self._clock.wall))
+        self._queue.poke = self._broker.poke
+        self._rpc.add(ledger_handlers(self._ledger, self._counts))
+        self._rpc.add({"queue.unsettled": self.unsettled, "queue.stats": self._broker.stats})
+        addresses = {"broker": await self._broker.start(), "rpc": await self._rpc.start()}
+        self._state = "ready"
+        return addresses
+
+    async def run(self, book: AddressBook) -> None:
+        self._state = "running"
+        waits = [asyncio.ensure_future(wait) for wait in (self._stop.wait(), self._broker.watch(), self._ledger.until_failed())]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done:
+                wait.result()
+            self._state = "stopped"
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            await self._broker.close()
+            self._ledger.close()
+            await self._rpc.close()
+
+    async def stop(self) -> None:
+        self._stop.set()
+
+    def status(self) -> dict[str, Any]:
+        stats = self._broker.stats()
+        return {
+            "state": self._state,
+            "version": None,
+            "steps": self._ledger.attempts.finished_steps,
+            "depth": {topic: int(stats[topic]["depth"]) for topic in (ROLLOUTS, SCORED)},
+            "samples": self._ledger.samples(),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """`queue` and `samples` of summary.json."""
+        stats = self._broker.stats()
+        topics = {topic: stats[topic] for topic in (ROLLOUTS, SCORED)}
+        return {
+            "queue": {
+                "capacity": self._config.queue.capacity,
+                "max_depth": int(max(figures["max_depth"] for figures in topics.values())),
+                "blocked_s": round(sum(figures["blocked_seconds"] for figures in topics.values()), 3),
+                "topics": topics,
+            },
+            "samples": self._ledger.samples(),
+        }
+
+    def unsettled(self) -> dict[str, list[str]]:
+        """Text ids of the groups that have unsettled messages, by topic, in order of acceptance."""
+        exchange = self._queue.exchange
+        return {topic: list(dict.fromkeys(each.group_id for each in exchange.unsettled(topic))) for topic in (ROLLOUTS, SCORED)}
+
+    def _counts(self) -> dict[str, Any]:
+        attempts = self._ledger.attempts
+        return {**self._ledger.samples(), "finished_steps": attempts.finished_steps, "final_version": attempts.final_version}
