@@ -29,12 +29,16 @@ class Rloo(Entry):
 
 
 class ReinforcePp(Entry):
-    name: Literal["reinforce_pp"] = Field("reinforce_pp", description="Discounted reward to go of each token, whitened over the batch.")
+    name: Literal["reinforce_pp"] = Field(
+        "reinforce_pp", description="Discounted reward to go of each token, whitened over the batch."
+    )
     gamma: float = Field(1.0, ge=0, le=1, description="Discount per token.")
 
 
 class PpoClip(Entry):
-    name: Literal["ppo_clip"] = Field("ppo_clip", description="PPO's clipped ratio, with separate lower and upper clip and a dual clip.")
+    name: Literal["ppo_clip"] = Field(
+        "ppo_clip", description="PPO's clipped ratio, with separate lower and upper clip and a dual clip."
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip ε of the ratio.")
     clip_high: float = Field(0.28, gt=0, description="Upper clip ε of the ratio.")
     dual_clip: float | None = Field(
@@ -53,7 +57,9 @@ class TokenTis(Entry):
 
 
 class StalenessTis(Entry):
-    name: Literal["staleness_tis"] = Field("staleness_tis", description="As token_tis, with a cap that tightens with the token's own staleness.")
+    name: Literal["staleness_tis"] = Field(
+        "staleness_tis", description="As token_tis, with a cap that tightens with the token's own staleness."
+    )
     cap: float = Field(2.0, ge=1, description="Upper bound of the weight of a fresh token.")
     decay: float = Field(
         0.5, ge=0, le=1, description="The bound's excess over 1 shrinks by this factor per version of staleness."

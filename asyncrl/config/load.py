@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
@@ -32,13 +33,12 @@ class Places:
         if problem.source is not None:
             return problem
         path: Path = tuple(int(part) if part.isdigit() else part for part in problem.key.split(".")) if problem.key else ()
-        for override, text in self.overrides.items():
-            if path and override[: len(path)] == path:
-                return replace(problem, source=text, line=None)
-        for length in range(len(path), -1, -1):
-            said = path[:length]
+        above = [path[:length] for length in range(len(path), -1, -1)]
+        below = [override for override in self.overrides if path and override[: len(path)] == path]
+        for said in (*above, *below):
             if said in self.overrides:
                 return replace(problem, source=self.overrides[said], line=None)
+        for said in above:
             if said in self.lines:
                 return replace(problem, source=self.source, line=self.lines[said])
         return replace(problem, source=self.source)
@@ -52,7 +52,7 @@ class LoadedConfig:
     places: Places = field(default_factory=Places)
 
 
-def load_config(path: str | FilePath, overrides: Sequence[str] = (), *, cwd: FilePath | None = None) -> LoadedConfig:
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, cwd: FilePath | None = None) -> LoadedConfig:
     """Read, override and validate a pipeline file.
 
     Relative paths in it are taken from `cwd` (the working directory) and become absolute. Raises ConfigError with every problem
@@ -70,10 +70,10 @@ def load_config(path: str | FilePath, overrides: Sequence[str] = (), *, cwd: Fil
         found = "is empty" if document.value is None else f"holds {show(document.value)}"
         message = f"{path} {found}, but a pipeline file is a mapping of sections: start with `name: my_run`, or copy an example"
         raise ConfigError([Problem("", message, None, str(path))])
-    return config_from_mapping(document.value, overrides, source=str(path), lines=document.lines, cwd=cwd)
+    return load_mapping(document.value, overrides, source=str(path), lines=document.lines, cwd=cwd)
 
 
-def config_from_mapping(
+def load_mapping(
     mapping: Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,

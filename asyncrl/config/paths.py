@@ -6,10 +6,9 @@ absolute paths, so that it means the same from anywhere.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import NamedTuple
 
+from asyncrl.config.functions import names_function
 from asyncrl.config.schema import Config
 
 NOT_IMPORTABLE = "<not importable>"
@@ -18,33 +17,9 @@ NOT_IMPORTABLE = "<not importable>"
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
-class FileFunction(NamedTuple):
-    """`file.py:fn`."""
-
-    file: Path
-    function: str
-
-
-class ModuleFunction(NamedTuple):
-    """`pkg.mod:fn`."""
-
-    module: str
-    function: str
-
-
-def callable_of(text: str) -> FileFunction | ModuleFunction | None:
-    """The callable that a text names, or None where it has neither form."""
-    where, colon, function = text.rpartition(":")
-    if not colon or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", function):
-        return None
-    if where.endswith(".py"):
-        return FileFunction(Path(where), function)
-    return ModuleFunction(where, function) if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", where) else None
-
-
-def not_importable(script: str | Path, name: str) -> str:
-    """What config.yaml says in place of a Python object that cannot be imported by name."""
-    return f"{NOT_IMPORTABLE} {name}, made by {script}"
+def not_importable(script: str | Path) -> str:
+    """What config.yaml says in place of a Python object that cannot be imported by name: that, and the script that made it."""
+    return f"{NOT_IMPORTABLE} made by {script}"
 
 
 def absolute_paths(config: Config, cwd: Path) -> Config:
@@ -70,9 +45,9 @@ def absolute_paths(config: Config, cwd: Path) -> Config:
 
 def _source(text: str, cwd: Path) -> str:
     """A data file or a `file.py:fn`; any other text (a built-in, a ready-made name, `pkg.mod:fn`) stays."""
-    named = callable_of(text)
-    if isinstance(named, FileFunction):
-        return f"{_absolute(named.file, cwd)}:{named.function}"
+    if names_function(text):
+        place, _, name = text.rpartition(":")
+        return f"{_absolute(Path(place), cwd)}:{name}" if place.endswith(".py") else text
     return str(_absolute(Path(text), cwd)) if text.endswith(DATA_SUFFIXES) and not text.startswith(NOT_IMPORTABLE) else text
 
 

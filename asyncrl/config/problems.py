@@ -40,7 +40,8 @@ def wanted(at: Node) -> str:
         return f"one of {', '.join(names_of(at))}, or a mapping with such a name and its parameters"
     if at.is_list:
         return f"a list of mappings with {_and(tuple(at.children()))}"
-    kind = type_words(at.info.annotation)
+    names = [name for name in names_of(at) if name not in built.NOT_BUILT.get(at.key, ())]
+    kind = f"one of {', '.join(names)}" if len(names) > 1 else names[0] if names else type_words(at.info.annotation)
     return ", ".join([kind, *bounds(at.info.metadata)])
 
 

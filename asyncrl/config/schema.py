@@ -150,13 +150,9 @@ class QueueConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Advantage = Field(
-        default_factory=Grpo, description="Advantage estimator."
-    )
+    advantage: Advantage = Field(default_factory=Grpo, description="Advantage estimator.")
     loss: Loss = Field(default_factory=PpoClip, description="Policy loss.")
-    correction: Correction = Field(
-        default_factory=StalenessTis, description="Importance correction of stale tokens."
-    )
+    correction: Correction = Field(default_factory=StalenessTis, description="Importance correction of stale tokens.")
     proximal: Literal["recompute", "behave"] = Field(
         "recompute", description="Anchor of the trust region: recomputed under the trainer's weights, or the behaviour policy."
     )

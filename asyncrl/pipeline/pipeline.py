@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.facts import Facts
+from asyncrl.config.load import LoadedConfig, dump_config, load_config, load_mapping
+from asyncrl.config.paths import NOT_IMPORTABLE
 from asyncrl.config.schema import Config
 from asyncrl.errors import UserError
 from asyncrl.pipeline.run import Run
-
-NOT_IMPORTABLE = "<not importable>"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Pipeline:
                  rollout={…}, training={"steps": 20})
 
     reward: a section, a function, a name, or a list of functions and names (weights 1). prompts, eval_prompts: rows (mappings
-    with `prompt`, or plain strings), a callable that yields rows, or where they lie, as `data.train` and `data.eval` would say it.
+    with `prompt`, or plain strings), a callable that yields rows, or where they lie, as `data.train` and `data.eval` say it.
     agent: a coroutine function or a name. Raises ConfigError with every problem found.
     """
 
@@ -72,29 +73,22 @@ class Pipeline:
             agent=None if isinstance(agent, str) else agent,
         )
         mapping = {**sections, "data": data, "rollout": rollout, "reward": reward_section}
-        from asyncrl.config.load import load_mapping
-
-        self.config: Config = load_mapping(mapping, overrides=overrides)
-        self._check()
+        self._take(load_mapping(mapping, overrides))
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Pipeline:
         """The pipeline that a file describes. overrides: ``training.steps=20`` and the like, values in YAML."""
-        from asyncrl.config.load import load_config
-
-        return cls._of(load_config(path, overrides=overrides))
-
-    @classmethod
-    def _of(cls, config: Config) -> Pipeline:
         pipeline = cls.__new__(cls)
-        pipeline.config, pipeline._parts = config, NO_PARTS
-        pipeline._check()
+        pipeline._parts = NO_PARTS
+        pipeline._take(load_config(path, overrides))
         return pipeline
 
-    def _check(self) -> None:
+    def _take(self, loaded: LoadedConfig) -> None:
+        """Keep a configuration that passes every check."""
         from asyncrl.pipeline.preflight import preflight
 
-        preflight(self.config, self._parts)
+        self.config: Config = loaded.config
+        self.facts: Facts = preflight(loaded, self._parts)
 
     def launch(self, run_dir: str | os.PathLike[str] | None = None, *, progress: bool | None = None) -> Run:
         """Start the run and return at once. run_dir: a new or empty folder (default ``runs/<name>-<time>``). progress: show it in
@@ -169,6 +163,4 @@ def _fresh_run_dir(run_dir: str | os.PathLike[str] | None, name: str) -> Path:
 
 
 def _write_config(folder: Path, config: Config) -> None:
-    import yaml
-
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_mapping(), sort_keys=False, allow_unicode=True))
+    (folder / "config.yaml").write_text(dump_config(config))

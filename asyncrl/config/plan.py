@@ -1,0 +1,165 @@
+"""What a launch would start, without starting it: processes, devices, ports, sizes, an estimate of the memory. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asyncrl.config.checks import advice
+from asyncrl.config.facts import Facts, ModelFacts
+from asyncrl.config.schema import Config
+
+MB = 1_000_000
+PLAIN_PROCESS = 120 * MB
+"""A process of Python, Ray's worker and the messages' libraries, without torch."""
+TORCH_PROCESS = 420 * MB
+RAY_ITSELF = 450 * MB
+
+
+@dataclass(frozen=True)
+class PlannedProcess:
+    """memory_bytes: an estimate; None where the model's size is not known."""
+
+    name: str
+    work: str
+    device: str
+    ports: str
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The resolved plan. `sizes`: what a step and the run amount to; `notes`: what is allowed and may surprise."""
+
+    name: str
+    processes: tuple[PlannedProcess, ...]
+    memory_bytes: int | None
+    machine: dict[str, int | None]
+    model: dict[str, Any]
+    data: dict[str, Any]
+    sizes: dict[str, int | None]
+    notes: tuple[str, ...]
+
+    def to_mapping(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(config: Config, facts: Facts) -> Plan:
+    processes = _processes(config, facts)
+    known = [process.memory_bytes for process in processes]
+    total = None if None in known else sum(bytes_ for bytes_ in known if bytes_ is not None) + RAY_ITSELF
+    notes = advice(config, facts)
+    if total is not None and facts.memory_bytes is not None and total > facts.memory_bytes:
+        notes.append(f"the estimate, {total / 1e9:.1f} GB, is more than this machine's {facts.memory_bytes / 1e9:.1f} GB of memory")
+    model = facts.model or ModelFacts()
+    return Plan(
+        name=config.name,
+        processes=tuple(processes),
+        memory_bytes=total,
+        machine={"cores": facts.cores, "memory_bytes": facts.memory_bytes, "gpus": facts.gpus},
+        model={"path": config.model.path, "dtype": config.model.dtype, **asdict(model)},
+        data={
+            "train": config.data.train,
+            "train_rows": facts.train.rows if facts.train else None,
+            "eval": config.data.eval,
+            "eval_rows": facts.eval.rows if facts.eval else None,
+        },
+        sizes=_sizes(config, facts),
+        notes=tuple(notes),
+    )
+
+
+def _sizes(config: Config, facts: Facts) -> dict[str, int | None]:
+    rollout, training = config.rollout, config.training
+    responses = training.groups_per_step * rollout.group_size
+    rows = facts.train.rows if facts.train else None
+    groups = training.steps * training.groups_per_step
+    if rows is not None and config.data.epochs is not None:
+        groups = min(groups, rows * config.data.epochs)
+    return {
+        "steps": training.steps,
+        "groups_per_step": training.groups_per_step,
+        "responses_per_step": responses,
+        "most_tokens_per_step": responses * (rollout.max_prompt_tokens + rollout.max_response_tokens),
+        "updates_per_step": training.mini_batches * training.epochs_per_batch,
+        "groups": groups,
+        "versions": training.steps // training.publish_every,
+        "live_groups": (1 + rollout.max_staleness) * training.publish_every * training.groups_per_step,
+        "context_tokens": _context(config),
+        "queue_items_per_topic": config.queue.capacity,
+        "queue_bytes_per_topic": int(config.queue.capacity_megabytes * MB),
+    }
+
+
+def _processes(config: Config, facts: Facts) -> list[PlannedProcess]:
+    local, gpus = "one port, chosen when it starts", facts.gpus
+    planned = [
+        PlannedProcess("rollouter", "draws prompts, asks for responses, evaluates", "cpu", local, PLAIN_PROCESS),
+        PlannedProcess(
+            "message_queue",
+            "the bounded queue and the ledger",
+            "cpu",
+            "two ports, chosen when it starts",
+            PLAIN_PROCESS + _queue_bytes(config),
+        ),
+        PlannedProcess("parameter_sync", "carries policy versions to the servers", "cpu", local, TORCH_PROCESS),
+        PlannedProcess("reward", "hands out responses, assembles scored groups", "cpu", local, PLAIN_PROCESS),
+    ]
+    for worker in range(config.reward.workers):
+        planned.append(PlannedProcess(f"reward/{worker}", "runs reward functions", "cpu", local, 2 * PLAIN_PROCESS))
+    for rank in range(config.training.ranks):
+        planned.append(
+            PlannedProcess(f"trainer/{rank}", "trains", _device(rank, gpus), "one port, and one of the process group", _trainer(config, facts))
+        )
+    for server in range(config.inference.servers):
+        device = _device(config.training.ranks + server, gpus)
+        planned.append(
+            PlannedProcess(f"inference/{server}", "generates", device, "three ports, chosen when it starts", _server(config, facts))
+        )
+    return planned
+
+
+def _device(index: int, gpus: int) -> str:
+    """Ranks take the GPUs first, then the servers; more processes than GPUs share them in turn."""
+    return f"cuda:{index % gpus}" if gpus else "cpu"
+
+
+def _context(config: Config) -> int:
+    return config.inference.context_tokens or config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def _queue_bytes(config: Config) -> int:
+    """Both topics at their bound, or at what may be live, whichever is less."""
+    rollout, training = config.rollout, config.training
+    response_bytes = 25 * (rollout.max_prompt_tokens + rollout.max_response_tokens)
+    live = (1 + rollout.max_staleness) * training.publish_every * training.groups_per_step * rollout.group_size
+    return int(2 * min(config.queue.capacity_megabytes * MB, live * response_bytes))
+
+
+def _trainer(config: Config, facts: Facts) -> int | None:
+    """float32 weights, gradients and two moments, a rank's share; two staging slots; activations and logits of a micro-batch."""
+    model = facts.model
+    if model is None or model.parameters is None:
+        return None
+    share = model.parameters // config.training.ranks
+    slots = 2 * share * _width(config)
+    logits = 3 * 4 * config.training.microbatch_tokens * (model.vocabulary or 0)
+    hidden = (model.kv_heads or 1) * (model.head_dim or 64)
+    layers = 1 if config.model.gradient_checkpointing else (model.layers or 1)
+    activations = 4 * config.training.microbatch_tokens * hidden * layers * 16
+    return TORCH_PROCESS + 16 * share + slots + logits + activations
+
+
+def _server(config: Config, facts: Facts) -> int | None:
+    """Live and staged weights, and the KV cache of a full batch."""
+    model = facts.model
+    if model is None or model.parameters is None:
+        return None
+    cache = 2 * config.inference.max_batch * _context(config) * _width(config)
+    cache *= (model.layers or 1) * (model.kv_heads or 1) * (model.head_dim or 64)
+    return TORCH_PROCESS + 2 * model.parameters * _width(config) + cache
+
+
+def _width(config: Config) -> int:
+    """Bytes of a served parameter."""
+    return 2 if config.model.dtype == "bfloat16" else 4

@@ -1,0 +1,126 @@
+"""What a model's folder says of it, read without torch: config.json, the weights' headers, the tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from asyncrl.config.facts import BUILTIN_MODELS, BUILTIN_PREFIX, ModelFacts
+from asyncrl.config.walk import nearest
+from asyncrl.errors import UserError
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+HUB_REACH_SECONDS = 3.0
+
+
+def read_model(path: str, tokenizer: str | None = None) -> ModelFacts:
+    """The facts of a built-in, a folder or a hub name. Raises UserError, naming what is missing or unreadable and the fix."""
+    if path.startswith(BUILTIN_PREFIX):
+        if path not in BUILTIN_MODELS:
+            raise UserError(
+                f"model.path is {path!r}, which is no built-in model: the nearest is {nearest(path, tuple(BUILTIN_MODELS))}"
+            )
+        return BUILTIN_MODELS[path]
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return _folder_facts(folder, tokenizer)
+    if folder.exists():
+        raise UserError(f"model.path is {path}, a file: give the folder that holds config.json and the weights")
+    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+        raise UserError(f"model.path is {path}, and there is no such folder: give a folder with config.json and weights, a hub "
+                        f"name such as owner/model, or a built-in: {', '.join(BUILTIN_MODELS)}")  # fmt: skip
+    return _config_facts(_json(_hub_config(path), path), parameters=None)
+
+
+def _folder_facts(folder: Path, tokenizer: str | None) -> ModelFacts:
+    config_file = folder / "config.json"
+    weights = [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
+    if not config_file.is_file():
+        raise UserError(f"model.path is {folder}, which has no config.json: give a folder that `save_pretrained` wrote")
+    if not weights:
+        raise UserError(f"model.path is {folder}, which has no weights (*.safetensors): copy them beside its config.json")
+    if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZERS):
+        raise UserError(
+            f"model.path is {folder}, which has no tokenizer (tokenizer.json): copy it beside config.json, or set "
+            "model.tokenizer to where it lies"
+        )
+    sizes = [_safetensors_parameters(file) for file in weights if file.suffix == ".safetensors"]
+    return _config_facts(_json(config_file, str(folder)), parameters=sum(sizes) if sizes else None)
+
+
+def _json(file: Path, path: str) -> Mapping[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path is {path}, whose {file.name} cannot be read ({error}): mend or copy it again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"model.path is {path}, whose {file.name} holds no object: mend or copy it again")
+    return values
+
+
+def _config_facts(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
+    heads, hidden = _number(config, "num_attention_heads", "n_head"), _number(config, "hidden_size", "n_embd")
+    head_dim = _number(config, "head_dim") or (hidden // heads if hidden and heads else None)
+    architectures = config.get("architectures")
+    return ModelFacts(
+        context_tokens=_number(config, "max_position_embeddings", "n_positions"),
+        parameters=parameters,
+        layers=_number(config, "num_hidden_layers", "n_layer"),
+        kv_heads=_number(config, "num_key_value_heads") or heads,
+        head_dim=head_dim,
+        vocabulary=_number(config, "vocab_size"),
+        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
+    )
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int | None:
+    return next((value for name in names if isinstance(value := config.get(name), int) and not isinstance(value, bool)), None)
+
+
+def _safetensors_parameters(file: Path) -> int:
+    """Elements in a safetensors file, from its header: 8 bytes of length, then JSON of name to dtype, shape and offsets."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length)) if length <= 100_000_000 else None
+        if not isinstance(header, dict):
+            raise ValueError("no header")
+        total, end = 0, 0
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                count = 1
+                for size in tensor["shape"]:
+                    count *= size
+                total, end = total + count, max(end, tensor["data_offsets"][1])
+        if file.stat().st_size < 8 + length + end:
+            raise ValueError("it is cut short")
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise UserError(f"model.path: the weights {file} cannot be read ({error}): copy or save the file again") from error
+    return total
+
+
+def _hub_config(name: str) -> Path:
+    """config.json of a hub model, from the cache or over the network. Raises UserError when it cannot be had within seconds."""
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    if isinstance(cached, str):
+        return Path(cached)
+    remedy = "download it first and give its folder, or correct the name"
+    place = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((place.hostname or "", place.port or 443), timeout=HUB_REACH_SECONDS).close()
+    except OSError as error:
+        raise UserError(
+            f"model.path is {name}: no such folder, not in the hub's cache, and the hub cannot be reached: {remedy}"
+        ) from error
+    try:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_REACH_SECONDS))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path is {name}: the hub does not give its config.json ({error}): {remedy}") from error

@@ -1,0 +1,176 @@
+"""Everything that is refused before anything starts: facts gathered from disk and from user code, then the cross-checks.
+
+No torch, no ray: `asyncrl check` runs this in a second. User modules are imported here (a reward that cannot be imported must not
+fail in a worker minutes later), and called nowhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from asyncrl.agents.user import check_agent
+from asyncrl.config.checks import check_config
+from asyncrl.config.facts import DataFacts, Facts, ModelFacts
+from asyncrl.config.functions import load_function, names_function
+from asyncrl.config.load import LoadedConfig
+from asyncrl.config.paths import NOT_IMPORTABLE
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError, Problem, UserError
+from asyncrl.pipeline.model_folder import read_model
+
+if TYPE_CHECKING:
+    from asyncrl.pipeline.pipeline import Parts
+
+WHOLE_FILE_BYTES = 200_000_000
+"""A data file up to this size is read row by row beforehand; of a larger one only the existence is checked."""
+
+
+def preflight(loaded: LoadedConfig, parts: Parts | None = None) -> Facts:
+    """Facts of a pipeline that may start. `parts`: Python objects that stand in place of names.
+
+    Raises ConfigError with every problem: what the facts show (missing file, unreadable model, unknown reward) and what the
+    cross-checks find.
+    """
+    problems: list[Problem] = []
+    facts = gather(loaded.config, parts, problems)
+    problems += check_config(loaded.config, facts)
+    if problems:
+        raise ConfigError([loaded.places.locate(problem) for problem in problems])
+    return facts
+
+
+def gather(config: Config, parts: Parts | None, problems: list[Problem]) -> Facts:
+    """What can be learned; what cannot, though it must, is added to `problems`."""
+    problems += _objects(config, parts)
+    problems += _rewards(config, parts)
+    problems += _agent(config, parts)
+    problems += _store(config)
+    gpus = count_gpus()
+    problems += _attention(config, gpus)
+    return Facts(
+        model=_model(config, problems),
+        train=_data("data.train", config.data.train, parts.train if parts else None, problems),
+        eval=_data("data.eval", config.data.eval, parts.eval if parts else None, problems),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=_memory_bytes(),
+        gpus=gpus,
+    )
+
+
+def count_gpus() -> int:
+    """NVIDIA devices that this process may see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len([device for device in Path("/dev").glob("nvidia[0-9]*") if device.name.removeprefix("nvidia").isdigit()])
+
+
+def _memory_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _model(config: Config, problems: list[Problem]) -> ModelFacts | None:
+    tokenizer = config.model.tokenizer
+    if tokenizer is not None and tokenizer.startswith("/") and not Path(tokenizer).is_dir():
+        message = f"model.tokenizer is {tokenizer}, and there is no such folder: give the folder that holds tokenizer.json"
+        problems.append(Problem("model.tokenizer", message))
+    try:
+        return read_model(config.model.path, tokenizer)
+    except UserError as error:
+        problems.append(Problem("model.path", str(error)))
+        return None
+
+
+def _data(key: str, said: str | None, given: Any, problems: list[Problem]) -> DataFacts | None:
+    """Rows of a table; the function that yields a stream is imported, not called."""
+    if said is None or (said.startswith(NOT_IMPORTABLE) and given is None):
+        return None
+    try:
+        if callable(given):
+            return DataFacts()
+        if given is None and names_function(said):
+            load_function(said, key)
+            return DataFacts()
+        if given is None and Path(said).is_file() and Path(said).stat().st_size > WHOLE_FILE_BYTES:
+            return DataFacts()
+        from asyncrl.data.opening import open_eval_prompts, open_prompts
+
+        data = given if given is not None else said
+        if key == "data.eval":
+            return DataFacts(len(open_eval_prompts(data, samples=sys.maxsize, key=key)))
+        return DataFacts(open_prompts(data, seed=0, shuffle=False, key=key).num_rows)
+    except UserError as error:
+        problems.append(Problem(key, str(error)))
+        return None
+
+
+def _rewards(config: Config, parts: Parts | None) -> Iterator[Problem]:
+    from asyncrl.rewards import resolve
+
+    given = parts.rewards if parts else {}
+    for position, item in enumerate(config.reward.functions):
+        key = f"reward.functions.{position}.function"
+        if position not in given and item.function.startswith(NOT_IMPORTABLE):
+            continue
+        try:
+            resolve(given.get(position, item.function))
+        except UserError as error:
+            yield Problem(key, str(error).replace("reward.functions[].function", key))
+
+
+def _agent(config: Config, parts: Parts | None) -> Iterator[Problem]:
+    agent = config.rollout.agent
+    given = parts.agent if parts else None
+    try:
+        if given is not None:
+            check_agent(given)
+        elif names_function(agent):
+            check_agent(load_function(agent, "rollout.agent"))
+    except UserError as error:
+        yield Problem("rollout.agent", str(error))
+
+
+def _objects(config: Config, parts: Parts | None) -> Iterator[Problem]:
+    """Places where a Python object stood that cannot be imported by name, and none is given now."""
+    said: dict[str, tuple[str | None, bool]] = {
+        "data.train": (config.data.train, parts is not None and parts.train is not None),
+        "data.eval": (config.data.eval, parts is not None and parts.eval is not None),
+        "rollout.agent": (config.rollout.agent, parts is not None and parts.agent is not None),
+    }
+    for position, item in enumerate(config.reward.functions):
+        said[f"reward.functions.{position}.function"] = (item.function, parts is not None and position in parts.rewards)
+    for key, (text, given) in said.items():
+        if text is not None and text.startswith(NOT_IMPORTABLE) and not given:
+            script = text.removeprefix(f"{NOT_IMPORTABLE} made by ").strip()
+            where = "the Python script that built this pipeline" if script in ("", NOT_IMPORTABLE) else script
+            yield Problem(
+                key, f"{key} was a Python object that cannot be imported by name: run {where} again, or name a function here"
+            )
+
+
+def _store(config: Config) -> Iterator[Problem]:
+    mlflow = config.tracking.mlflow
+    if mlflow is None or urlsplit(mlflow.uri).scheme != "sqlite":
+        return
+    folder = Path(mlflow.uri.removeprefix("sqlite:///")).parent
+    if mlflow.uri.startswith("sqlite:////") and not folder.is_dir():
+        yield Problem(
+            "tracking.mlflow.uri", f"tracking.mlflow.uri is {mlflow.uri}, and there is no folder {folder}: make it first"
+        )
+
+
+def _attention(config: Config, gpus: int) -> Iterator[Problem]:
+    if config.model.attention != "flash_attention_2":
+        return
+    if not gpus or importlib.util.find_spec("flash_attn") is None:
+        lacking = "the package flash-attn (install asyncrl[gpu])" if gpus else "a GPU, and there is none"
+        message = f"model.attention is flash_attention_2, which needs {lacking}: set model.attention to auto or sdpa"
+        yield Problem("model.attention", message)
