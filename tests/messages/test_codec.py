@@ -1,0 +1,162 @@
+"""Frames become exactly the message that was encoded, or a FrameError; nothing in between."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import FrameError, MalformedFrame, OversizedFrame, TruncatedFrame, UnknownSchema, UnknownTag
+from asyncrl.messages import Trajectory
+from asyncrl.messages.codec import Message, decode, encode, envelope, join_frames, split_frames
+from tests.messages import samples
+
+LIMIT = 1 << 20
+many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def assert_equal(left: Message, right: Message) -> None:
+    assert type(left) is type(right)
+    for field in dataclasses.fields(left):
+        before, after = getattr(left, field.name), getattr(right, field.name)
+        if field.name == "components":
+            assert list(before) == list(after)
+            before, after = np.array(list(before.values())), np.array(list(after.values()))
+        if isinstance(before, np.ndarray):
+            assert after.dtype == before.dtype
+            np.testing.assert_array_equal(before, after)
+        else:
+            np.testing.assert_equal(after, before)  # NaN equals itself here
+
+
+@many
+@given(message=samples.messages)
+def test_every_message_survives_encoding_as_frames_and_as_one_payload(message):
+    frames = encode(message)
+    assert_equal(decode(frames, max_bytes=LIMIT), message)
+    assert_equal(decode(split_frames(join_frames(frames)), max_bytes=LIMIT), message)
+
+
+@many
+@given(frames=st.lists(st.binary(max_size=64), max_size=8))
+def test_random_frames_only_ever_raise_a_frame_error(frames):
+    with pytest.raises(FrameError):
+        decode(frames, max_bytes=LIMIT)
+
+
+@many
+@given(header=samples.plain_values, frames=st.lists(st.binary(max_size=16), max_size=3))
+def test_random_msgpack_headers_only_ever_raise_a_frame_error(header, frames):
+    with pytest.raises(FrameError):
+        decode([msgpack.packb(header, unicode_errors="surrogatepass"), *frames], max_bytes=LIMIT)
+
+
+@many
+@given(message=samples.messages, data=st.data())
+def test_a_flipped_byte_gives_a_valid_message_or_a_frame_error(message, data):
+    payload = bytearray(join_frames(encode(message)))
+    position = data.draw(st.integers(0, len(payload) - 1))
+    payload[position] ^= data.draw(st.integers(1, 255))
+    try:
+        mutated = decode(split_frames(payload), max_bytes=LIMIT)
+    except FrameError:
+        return
+    assert_equal(decode(encode(mutated), max_bytes=LIMIT), mutated)
+
+
+@many
+@given(message=samples.messages, data=st.data())
+def test_a_header_with_one_part_replaced_gives_a_valid_message_or_a_frame_error(message, data):
+    header, *arrays = encode(message)
+    parts = msgpack.unpackb(header, unicode_errors="surrogatepass")
+    section = parts[data.draw(st.sampled_from([2, 3]))]
+    section[data.draw(st.integers(0, len(section) - 1))] = data.draw(samples.plain_values)
+    try:
+        mutated = decode([msgpack.packb(parts, unicode_errors="surrogatepass"), *arrays], max_bytes=LIMIT)
+    except FrameError:
+        return
+    assert_equal(decode(encode(mutated), max_bytes=LIMIT), mutated)
+
+
+@many
+@given(message=samples.messages, data=st.data())
+def test_every_truncation_is_refused(message, data):
+    frames = encode(message)
+    payload = join_frames(frames)
+    with pytest.raises(FrameError):
+        split_frames(payload[: data.draw(st.integers(0, len(payload) - 1))])
+    with pytest.raises(TruncatedFrame):
+        decode(frames[: data.draw(st.integers(0, len(frames) - 1))], max_bytes=LIMIT)
+
+
+def test_more_bytes_than_admitted_are_refused():
+    frames = encode(samples.trajectory())
+    size = sum(map(len, frames))
+    decode(frames, max_bytes=size)
+    with pytest.raises(OversizedFrame):
+        decode(frames, max_bytes=size - 1)
+
+
+def test_an_unknown_tag_and_an_unknown_schema_are_named():
+    header, *arrays = encode(samples.trajectory())
+    tag, schema, fields, specs = msgpack.unpackb(header)
+    with pytest.raises(UnknownTag, match="trajektory"):
+        decode([msgpack.packb(["trajektory", schema, fields, specs]), *arrays], max_bytes=LIMIT)
+    with pytest.raises(UnknownSchema, match="99"):
+        decode([msgpack.packb([tag, 99, fields, specs]), *arrays], max_bytes=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"log_probs": np.zeros(7, dtype=np.float32)}, "equally long"),
+        ({"log_probs": np.zeros(8, dtype=np.float64)}, "float32"),
+        ({"versions": np.zeros((8, 1), dtype=np.int32)}, "one-dimensional"),
+        ({"finish_reason": "bored"}, "finish_reason"),
+        ({"failure": "server lost"}, "no response tokens"),
+        ({"extra_info": {"when": {1, 2}}}, "plain values"),
+        ({"ground_truth": np.float64(1)}, "plain values"),
+        ({"ground_truth": 2**70}, "cannot travel"),
+        ({"group_size": 0}, "group_size is at least 1"),
+        ({"generate_seconds": float("nan")}, "duration"),
+    ],
+)
+def test_a_trajectory_that_breaks_a_rule_is_refused_when_it_is_sent(change, rule):
+    with pytest.raises(MalformedFrame, match=rule) as caught:
+        encode(dataclasses.replace(samples.trajectory(row=7, num_tokens=8), **change))
+    assert "0/7/0/0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"lengths": np.array([3, 6], dtype=np.int32)}, "as long as the lengths say"),
+        ({"lengths": np.array([9, -1], dtype=np.int32)}, "length of at least 0"),
+        ({"members": np.array([1, 0], dtype=np.int32)}, "ascend"),
+        ({"members": np.array([0, 2], dtype=np.int32)}, "below group_size"),
+        ({"rewards": np.ones(3, dtype=np.float32)}, "one value per member"),
+        ({"rewards": np.array([1, np.nan], dtype=np.float32)}, "has its failure"),
+        ({"responses": ["3"]}, "one per member"),
+        ({"metrics": {"length": "long"}}, "numbers by name"),
+    ],
+)
+def test_a_group_that_breaks_a_rule_is_refused_when_it_is_sent(change, rule):
+    with pytest.raises(MalformedFrame, match=rule):
+        encode(dataclasses.replace(samples.scored_group(lengths=(3, 5)), **change))
+
+
+def test_decoded_arrays_are_aligned_read_only_views_of_the_payload():
+    message = decode(split_frames(join_frames(encode(samples.trajectory(num_tokens=5)))), max_bytes=LIMIT)
+    assert isinstance(message, Trajectory)
+    assert message.log_probs.flags.aligned
+    assert not message.log_probs.flags.writeable
+    assert not message.log_probs.flags.owndata
+
+
+def test_the_envelope_names_message_and_group():
+    assert envelope(samples.trajectory(row=4, member=2)) == ("0/4/0/2", "0/4/0")
+    assert envelope(samples.scored_group(row=4)) == ("0/4/0", "0/4/0")
