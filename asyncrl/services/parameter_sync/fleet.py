@@ -1,0 +1,255 @@
+"""The fleet and the slots, as a state machine of plain values: no clock, socket or process.
+
+                     confirms a version                    a newer version is published
+    STARTING ───────────────────────────▶ READY ◀────────────────────────────────────▶ UPDATING   (both take traffic)
+        │                                   │  a deadline passed, restarted, or wrong     │
+        └───────────────▶ STALE ◀───────────┴─────────────────────────────────────────────┘
+                            │  confirms a version not behind the fleet's ──▶ READY or UPDATING
+    silent for too long ──▶ DEAD ── heard again ──▶ STALE
+
+Rules kept here:
+- A slot that a server reads is never given to the trainer, and servers read from one slot at a time: so one slot is always
+  free, and the trainer never waits for a server. Versions that are written over unread are skipped.
+- The newest complete version goes out; a transfer under way is finished first, so that a slow server is not starved.
+- What the fleet confirmed (the smallest version among servers that take traffic) never falls within an incarnation while a
+  server takes traffic: who was STALE returns only with at least that version.
+- A newer incarnation makes every server STALE until it confirms a version of it; messages of an older one are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.errors import StaleIncarnation, SyncError
+from asyncrl.protocols.weights import FleetView, PolicyVersion, ServerState, ServerView
+
+RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`server` reads `version` from `slot`. `number` tells it from an earlier try of the same."""
+
+    server: str
+    version: PolicyVersion
+    slot: int
+    number: int
+
+
+@dataclass
+class _Server:
+    name: str
+    url: str
+    heard_at: float
+    session: str | None = None
+    confirmed: PolicyVersion | None = None
+    in_traffic: bool = False
+    ever_confirmed: bool = False
+    dead: bool = False
+    transfer: Transfer | None = None
+    retry_at: float = 0.0
+    reason: str = ""
+
+
+@dataclass
+class _Slot:
+    writing: int | None = None
+    complete: int | None = None
+    staged: set[int] = field(default_factory=set)
+
+
+class FleetState:
+    """Everything ParameterSync decides. Times are seconds on one axis, given by the caller."""
+
+    def __init__(self, *, num_slots: int = 2, silence_seconds: float = 10.0):
+        assert num_slots >= 2
+        self._num_slots, self._silence = num_slots, silence_seconds
+        self.incarnation = -1  # none has registered
+        self.world_size = 0
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._servers: dict[str, _Server] = {}
+        self._numbers = 0
+        self._newest_acquired: int | None = None
+        self.published: int | None = None  # the newest version that every rank staged; it may be written over since
+        self._seq = 0
+        self._seen: tuple[object, ...] = ()
+
+    # The trainer's side
+
+    def open_incarnation(self, incarnation: int, world_size: int) -> bool:
+        """A trainer rank registers. True when this opens a newer incarnation: slots are empty, transfers are off, and every
+        server is STALE until it confirms. Raises StaleIncarnation for an older one."""
+        self.check_incarnation(incarnation)
+        if incarnation == self.incarnation:
+            return False
+        self.incarnation, self.world_size, self._newest_acquired = incarnation, world_size, None
+        self.published = None
+        self._slots = [_Slot() for _ in range(self._num_slots)]
+        for server in self._servers.values():
+            server.transfer, server.retry_at = None, 0.0
+            server.in_traffic = False
+            server.reason = f"has no weights of incarnation {incarnation} yet" if server.ever_confirmed else ""
+        return True
+
+    def check_incarnation(self, incarnation: int) -> None:
+        if incarnation < self.incarnation:
+            raise StaleIncarnation(
+                f"incarnation {incarnation} of the trainer is over, {self.incarnation} has begun: end the old trainer"
+            )
+
+    def acquire(self, incarnation: int, version: int) -> int:
+        """The slot for `version`: one that no server reads, an old version's before the newest's. There always is one."""
+        self.check_incarnation(incarnation)
+        if incarnation != self.incarnation:
+            raise SyncError(f"incarnation {incarnation} has not registered, {self.incarnation} has")
+        if self._newest_acquired is not None and version <= self._newest_acquired:
+            raise SyncError(f"versions must grow: {version} after {self._newest_acquired}")
+        read, newest = self._slots_read(), self._newest_complete()
+        free = [index for index in range(self._num_slots) if index not in read]
+        assert free, "servers read from one slot at a time"
+        chosen = next(
+            (index for index in free if self._slots[index].complete is None or self._slots[index].complete != newest), free[0]
+        )
+        self._slots[chosen] = _Slot(writing=version)
+        self._newest_acquired = version
+        return chosen
+
+    def staged(self, incarnation: int, rank: int, version: int, slot: int) -> bool:
+        """A rank has written its shards. True when it was the last, so that the version is published. A version whose slot was
+        given away meanwhile is ignored."""
+        self.check_incarnation(incarnation)
+        held = self._slots[slot]
+        if incarnation != self.incarnation or held.writing != version:
+            return False
+        held.staged.add(rank)
+        if len(held.staged) < self.world_size:
+            return False
+        held.complete, held.writing = version, None
+        self.published = version
+        return True
+
+    # The servers' side
+
+    def add(self, name: str, url: str, now: float) -> None:
+        """A server, or a new process of one that was known."""
+        known = self._servers.get(name)
+        self._servers[name] = _Server(name, url, now, ever_confirmed=known is not None and known.ever_confirmed)
+
+    def heard(self, name: str, session: str, now: float) -> bool:
+        """A server answered. True when it is another process than before: it holds nothing, and its transfer is off."""
+        server = self._servers[name]
+        server.heard_at = now
+        if server.dead:
+            server.dead, server.reason = False, "was silent"
+        restarted = server.session is not None and server.session != session
+        server.session = session
+        if restarted:
+            server.confirmed, server.in_traffic, server.transfer, server.retry_at = None, False, None, 0.0
+            server.reason = "was restarted"
+        return restarted
+
+    def mark_silent(self, now: float) -> list[str]:
+        """Servers that are DEAD from now on."""
+        fallen = [s for s in self._servers.values() if not s.dead and now - s.heard_at > self._silence]
+        for server in fallen:
+            server.dead, server.in_traffic, server.transfer = True, False, None
+            server.reason = f"silent for {now - server.heard_at:.0f} s"
+        return [server.name for server in fallen]
+
+    def next_transfer(self, name: str, now: float) -> Transfer | None:
+        """What this server should read now, if anything; from here until `confirm` or `fail` it holds the slot."""
+        server = self._servers[name]
+        if server.dead or server.transfer is not None or now < server.retry_at:
+            return None
+        newest = self._newest_complete()
+        if newest is None or (server.in_traffic and server.confirmed is not None and server.confirmed.version >= newest):
+            return None
+        slot = next(index for index, held in enumerate(self._slots) if held.complete == newest)
+        if self._slots_read() - {slot}:
+            return None
+        self._numbers += 1
+        server.transfer = Transfer(name, PolicyVersion(self.incarnation, newest), slot, self._numbers)
+        return server.transfer
+
+    def retry_at(self, name: str) -> float:
+        """When a server that failed may be tried again."""
+        return self._servers[name].retry_at
+
+    def is_current(self, transfer: Transfer) -> bool:
+        """Whether this transfer still holds its slot; one that does not must change nothing."""
+        server = self._servers.get(transfer.server)
+        return server is not None and server.transfer == transfer
+
+    def confirm(self, transfer: Transfer, now: float) -> bool:
+        """The server holds the version, live and, where asked for, verified. False when the transfer is off."""
+        if not self.is_current(transfer):
+            return False
+        server = self._servers[transfer.server]
+        server.transfer, server.confirmed, server.ever_confirmed = None, transfer.version, True
+        server.heard_at, server.retry_at, server.reason = now, 0.0, ""
+        floor = self.confirmed
+        server.in_traffic = server.in_traffic or floor is None or transfer.version.version >= floor
+        return True
+
+    def refused(self, transfer: Transfer) -> None:
+        """Slices arrived wrong and are sent again: STALE until the server confirms."""
+        if self.is_current(transfer):
+            server = self._servers[transfer.server]
+            server.in_traffic, server.reason = False, f"{transfer.version} arrived wrong"
+
+    def fail(self, transfer: Transfer, reason: str, now: float) -> None:
+        """The transfer is over without a confirmation: the slot is free, the server STALE, and tried again in a second."""
+        if self.is_current(transfer):
+            server = self._servers[transfer.server]
+            server.transfer, server.in_traffic, server.reason = None, False, reason
+            server.retry_at = now + RETRY_SECONDS
+
+    # What others see
+
+    @property
+    def confirmed(self) -> int | None:
+        """The smallest version among the servers that take traffic."""
+        return min(
+            (s.confirmed.version for s in self._servers.values() if s.in_traffic and s.confirmed is not None), default=None
+        )
+
+    def state_of(self, name: str) -> ServerState:
+        server = self._servers[name]
+        if server.dead:
+            return "DEAD"
+        if server.in_traffic:
+            return "READY" if server.confirmed == PolicyVersion(self.incarnation, self.published or 0) else "UPDATING"
+        return "STALE" if server.ever_confirmed or server.reason else "STARTING"
+
+    def reason_of(self, name: str) -> str:
+        """Why a server takes no traffic; empty where it does."""
+        return self._servers[name].reason
+
+    def is_confirmed(self, version: int) -> bool:
+        """Whether every server that takes traffic, and there is one, has at least `version`."""
+        return self.confirmed is not None and self.confirmed >= version
+
+    def view(self) -> FleetView:
+        """The fleet now; `seq` grows whenever anything in it changed since the view before."""
+        servers = tuple(
+            ServerView(
+                s.name,
+                s.url,
+                self.state_of(s.name),
+                s.confirmed.version if s.confirmed is not None and self._is_ours(s) else None,
+            )
+            for s in self._servers.values()
+        )
+        seen = (self.incarnation, self.confirmed, self.published, servers)
+        if seen != self._seen:
+            self._seq, self._seen = self._seq + 1, seen
+        return FleetView(self._seq, self.incarnation, self.confirmed, self.published, servers)
+
+    def _is_ours(self, server: _Server) -> bool:
+        return server.confirmed is not None and server.confirmed.incarnation == self.incarnation
+
+    def _newest_complete(self) -> int | None:
+        return max((slot.complete for slot in self._slots if slot.complete is not None), default=None)
+
+    def _slots_read(self) -> set[int]:
+        return {server.transfer.slot for server in self._servers.values() if server.transfer is not None}

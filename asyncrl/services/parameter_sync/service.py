@@ -1,0 +1,326 @@
+"""ParameterSync: carries every published version to every server, and knows which server confirmed what.
+
+    trainer ranks ──register, acquire_slot, staged──▶ [FleetState] ◀──fleet, wait_confirmed── rollouter, trainer
+                                                        ▲      │ next_transfer
+                                           status, heard│      ▼
+                             [listen, one a server] ────┘  [tend, one a server] ──BEGIN FETCH COMMIT DIGEST──▶ receiver
+
+    loop     consumes             waits for                              is unblocked by
+    tend     published versions   a version this server has not          a rank's `staged`, another server's slot, a retry
+    listen   STATUS replies       the next heartbeat                     time, by a deadline
+    rpc      remote calls         changes (fleet, wait_confirmed)        whatever changes the fleet, by the caller's deadline
+
+Decisions are FleetState's; this file moves messages and takes the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.clock import Clock
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, SyncError
+from asyncrl.protocols.weights import FleetView, KvPolicy, PolicyVersion
+from asyncrl.services.parameter_sync.fleet import FleetState, Transfer
+from asyncrl.services.parameter_sync.stats import SyncStats
+from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.weight_sync.channel import LiveDigestMismatch, Order, Outcome
+from asyncrl.weight_sync.fleet_client import view_to_wire
+from asyncrl.weight_sync.plan import Plan, RankPlan, merge
+
+log = logging.getLogger(__name__)
+
+
+class Channel(Protocol):
+    """A line to one receiver: weight_sync.channel.ReceiverChannel, or a fake."""
+
+    async def status(self, timeout: float) -> dict[str, Any]: ...
+
+    async def update(self, order: Order, on_refused: Callable[[int], None]) -> Outcome: ...
+
+    def cancel(self, version: PolicyVersion) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """sync.* of pipeline.yaml, in bytes and seconds."""
+
+    transport: Literal["auto", "shared_memory", "zeromq"] = "auto"
+    kv_policy: KvPolicy = "keep"
+    verify: bool = True
+    bucket_bytes: int = 16_000_000
+    bytes_per_second: float | None = None
+    timeout_seconds: float = 60.0
+    heartbeat_seconds: float = 0.5
+    silence_seconds: float = 10.0
+
+
+@dataclass
+class _Line:
+    """One server's address, channel and loops."""
+
+    weights: str
+    channel: Channel
+    loops: list[asyncio.Task[None]]
+    update: asyncio.Task[Outcome] | None = None
+
+
+class ParameterSyncService:
+    """The service `parameter_sync`. `connect(weights address)` makes the line to a receiver."""
+
+    name = "parameter_sync"
+
+    def __init__(self, settings: SyncSettings, *, connect: Callable[[str], Channel], clock: Clock):
+        self._settings, self._connect, self._clock = settings, connect, clock
+        self._fleet = FleetState(silence_seconds=settings.silence_seconds)
+        self._stats = SyncStats()
+        self._lines: dict[str, _Line] = {}
+        self._parts: dict[int, tuple[RankPlan, tuple[str, ...]]] = {}
+        self._plan: Plan | None = None
+        self._checksums: dict[tuple[int, int], npt.NDArray[np.uint32]] = {}  # (slot, rank)
+        self._changed = asyncio.Event()
+        self._stopping = asyncio.Event()
+        handlers: dict[str, Callable[..., Any]] = {
+            "register": self.register,
+            "acquire_slot": self.acquire_slot,
+            "staged": self.staged,
+            "fleet": self.fleet,
+            "wait_confirmed": self.wait_confirmed,
+            "add_server": self.add_server,
+            "latest": self._stats.latest,
+            "stats": self._stats.summary,
+        }
+        self._rpc = service_rpc(self, handlers)
+
+    async def start(self) -> dict[str, str]:
+        return {"rpc": await self._rpc.start()}
+
+    async def run(self, book: AddressBook) -> None:
+        for name, addresses in book.items():
+            if name.startswith("inference/"):
+                await self.add_server(name, addresses.get("http", ""), addresses["weights"])
+        try:
+            await self._stopping.wait()
+        finally:
+            for line in self._lines.values():
+                await self._drop(line)
+            await self._rpc.close()
+
+    async def stop(self) -> None:
+        self._stopping.set()
+
+    def status(self) -> dict[str, Any]:
+        view = self._fleet.view()
+        servers = {server.name: server.state for server in view.servers}
+        reasons = {name: reason for name in servers if (reason := self._fleet.reason_of(name))}
+        state = "ready" if self._fleet.incarnation >= 0 else "waiting for the trainer"
+        return {"state": state, "version": view.confirmed, "published": view.published, "servers": servers, "reasons": reasons}
+
+    def summary(self) -> dict[str, Any]:
+        return {"sync": self._stats.summary()}
+
+    # Remote calls: the trainer
+
+    def register(self, rank: int, world_size: int, incarnation: int, plan: dict[str, Any], slots: list[str]) -> None:
+        """A rank's plan and the names of its slots. When the last rank is there the plans are put together and checked."""
+        if self._fleet.open_incarnation(incarnation, world_size):
+            self._parts, self._plan, self._checksums = {}, None, {}
+            self._cancel_updates()
+        self._parts[rank] = (RankPlan.from_wire(plan), tuple(slots))
+        if len(self._parts) == world_size:
+            self._plan = merge(part for part, _ in self._parts.values())
+            log.info(
+                "incarnation %d: %d tensors, %.1f MB, %d ranks",
+                incarnation,
+                len(self._plan.tensors),
+                self._plan.num_bytes / 1e6,
+                world_size,
+            )
+        self._notify()
+
+    def acquire_slot(self, incarnation: int, version: int) -> int:
+        slot = self._fleet.acquire(incarnation, version)
+        self._notify()
+        return slot
+
+    def staged(self, rank: int, incarnation: int, version: int, slot: int, checksums: npt.NDArray[np.uint32]) -> dict[str, float]:
+        """A rank's shards lie in the slot. Answers with the metrics of the last confirmed update."""
+        if self._plan is None:
+            raise SyncError(
+                f"rank {rank} staged {version} before every rank registered: the trainer's ranks must all register first"
+            )
+        self._checksums[slot, rank] = np.array(checksums, dtype=np.uint32)
+        if self._fleet.staged(incarnation, rank, version, slot):
+            self._stats.published(self._version(version))
+            self._notify()
+        return self._stats.latest()
+
+    async def wait_confirmed(self, incarnation: int, version: int, patience: float) -> bool:
+        """Until every server that takes traffic confirmed `version`; False after `patience` seconds."""
+        self._fleet.check_incarnation(incarnation)
+        return await self._until(lambda: self._fleet.is_confirmed(version), patience)
+
+    # Remote calls: everybody else
+
+    async def fleet(self, since: int, patience: float) -> dict[str, Any]:
+        """The fleet's view as soon as its seq passes `since`, or after `patience` seconds."""
+        await self._until(lambda: self._fleet.view().seq > since, patience)
+        return view_to_wire(self._fleet.view())
+
+    def view(self) -> FleetView:
+        return self._fleet.view()
+
+    async def add_server(self, name: str, http: str, weights: str) -> None:
+        """A server, or the new process of a known one, whose receiver is at `weights`."""
+        known = self._lines.pop(name, None)
+        if known is not None:
+            await self._drop(known)
+        self._fleet.add(name, http, self._clock.now())
+        line = _Line(weights, self._connect(weights), [])
+        self._lines[name] = line
+        line.loops = [asyncio.create_task(self._listen(name, line)), asyncio.create_task(self._tend(name, line))]
+        self._notify()
+
+    # Loops, one of each a server
+
+    async def _listen(self, name: str, line: _Line) -> None:
+        settings = self._settings
+        while True:
+            try:
+                status = await line.channel.status(settings.silence_seconds / 2)
+            except DeadlineExceeded:
+                status = None
+            seq = self._fleet.view().seq
+            if status is not None and self._fleet.heard(name, status["session"], self._clock.now()):
+                log.warning("%s was restarted: STALE until it confirms the current version", name)
+                self._cancel(line)
+            for fallen in self._fleet.mark_silent(self._clock.now()):
+                log.error("%s is %s: DEAD until it answers", fallen, self._fleet.reason_of(fallen))
+                self._cancel(self._lines[fallen])
+            if self._fleet.view().seq != seq:
+                self._notify()
+            await asyncio.sleep(settings.heartbeat_seconds)
+
+    async def _tend(self, name: str, line: _Line) -> None:
+        while True:
+            transfer = self._fleet.next_transfer(name, self._clock.now())
+            if transfer is None:
+                retry_in = self._fleet.retry_at(name) - self._clock.now()
+                await self._change(retry_in if retry_in > 0 else self._settings.timeout_seconds)
+            else:
+                await self._update(transfer, line)
+
+    async def _update(self, transfer: Transfer, line: _Line) -> None:
+        """One try to bring one version to one server; whatever happens, the slot is released."""
+        self._notify()
+        line.update = asyncio.create_task(
+            line.channel.update(self._order(transfer, line), lambda count: self._on_refused(transfer, count))
+        )
+        try:
+            outcome = await asyncio.shield(line.update)
+        except AsyncrlError as error:
+            self._on_failed(transfer, line, error)
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if this is not None and this.cancelling():  # the loop itself is being ended, not only the update
+                line.update.cancel()
+                raise
+            line.channel.cancel(transfer.version)
+            self._fleet.fail(transfer, f"{transfer.version} was called off", self._clock.now())
+        else:
+            self._on_confirmed(transfer, outcome)
+        finally:
+            line.update = None
+            self._notify()
+
+    def _order(self, transfer: Transfer, line: _Line) -> Order:
+        assert self._plan is not None, "a version was published"
+        settings, ranks = self._settings, range(len(self._parts))
+        local = line.weights.startswith(("tcp://127.", "ipc://", "inproc://"))
+        carrier = settings.transport if settings.transport != "auto" else ("shared_memory" if local else "zeromq")
+        checksums = np.concatenate([self._checksums[transfer.slot, rank] for rank in ranks])
+        return Order(
+            version=transfer.version,
+            plan=self._plan,
+            slots=tuple(self._parts[rank][1][transfer.slot] for rank in ranks),
+            checksums=checksums,
+            carrier=carrier,
+            kv_policy=settings.kv_policy,
+            verify=settings.verify,
+            bucket_bytes=settings.bucket_bytes,
+            bytes_per_second=settings.bytes_per_second,
+            timeout_seconds=settings.timeout_seconds,
+        )
+
+    def _on_refused(self, transfer: Transfer, count: int) -> None:
+        self._stats.refused_slices += count
+        self._fleet.refused(transfer)
+        log.error("%s: %d slices of %s arrived wrong; sent again", transfer.server, count, transfer.version)
+        self._notify()
+
+    def _on_failed(self, transfer: Transfer, line: _Line, error: AsyncrlError) -> None:
+        self._stats.failed_updates += 1
+        if isinstance(error, LiveDigestMismatch):
+            self._stats.committed_wrong()
+        if isinstance(error, DeadlineExceeded):
+            line.channel.cancel(transfer.version)
+        self._fleet.fail(transfer, f"{type(error).__name__}: {error}", self._clock.now())
+        log.error("%s did not confirm %s: %s", transfer.server, transfer.version, error)
+
+    def _on_confirmed(self, transfer: Transfer, outcome: Outcome) -> None:
+        if not self._fleet.confirm(transfer, self._clock.now()):
+            return
+        self._stats.confirmed(
+            transfer.version,
+            pause_seconds=outcome.pause_seconds,
+            transfer_seconds=outcome.transfer_seconds,
+            num_bytes=outcome.num_bytes,
+            verified=outcome.verified is True,
+        )
+
+    # Waiting and ending
+
+    def _version(self, version: int) -> PolicyVersion:
+        return PolicyVersion(self._fleet.incarnation, version)
+
+    def _notify(self) -> None:
+        """Wake everybody who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _change(self, patience: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._changed.wait()
+
+    async def _until(self, holds: Callable[[], bool], patience: float) -> bool:
+        deadline = self._clock.now() + patience
+        while not holds():
+            left = deadline - self._clock.now()
+            if left <= 0:
+                return False
+            await self._change(left)
+        return True
+
+    def _cancel_updates(self) -> None:
+        for line in self._lines.values():
+            self._cancel(line)
+
+    def _cancel(self, line: _Line) -> None:
+        if line.update is not None:
+            line.update.cancel()
+
+    async def _drop(self, line: _Line) -> None:
+        for task in (*line.loops, *([line.update] if line.update is not None else [])):
+            task.cancel()
+        await asyncio.gather(*line.loops, return_exceptions=True)
+        await line.channel.close()

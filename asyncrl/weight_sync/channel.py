@@ -1,0 +1,234 @@
+"""ParameterSync's line to one receiver: one version in, verified or refused, each move with a deadline.
+
+COMMIT and DIGEST are sent together: the receiver executes in order, and refuses a DIGEST whose COMMIT was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import zmq
+
+from asyncrl.errors import DeadlineExceeded, DigestMismatch, MalformedFrame, PlanMismatch, StaleIncarnation, SyncError
+from asyncrl.protocols.weights import KvPolicy, PolicyVersion
+from asyncrl.transport.loop_socket import Frames, LoopSocket, open_socket
+from asyncrl.weight_sync.plan import Plan, buckets, single
+from asyncrl.weight_sync.slots import SlotMaps
+from asyncrl.weight_sync.wire import Checksums, Kind, checksums_from_wire, checksums_to_wire, pack, unpack
+
+Carrier = Literal["shared_memory", "zeromq"]
+Answer = asyncio.Future[dict[str, Any]]
+BUCKETS_UNDERWAY = 4
+RESENDS = 3
+_MAX_REPLY_BYTES = 64 * 1024 * 1024
+
+
+class LiveDigestMismatch(DigestMismatch):
+    """Weights are live in a server that are not the ones published."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One version for one server. `slots` are the names of the ranks' staging slots, `checksums` those of the publisher, taken
+    after the cast; `bytes_per_second` None is full speed."""
+
+    version: PolicyVersion
+    plan: Plan
+    slots: tuple[str, ...]
+    checksums: Checksums
+    carrier: Carrier
+    kv_policy: KvPolicy
+    verify: bool
+    bucket_bytes: int
+    bytes_per_second: float | None
+    timeout_seconds: float
+
+
+@dataclass
+class Outcome:
+    """What an update cost. transfer_seconds: from the first message until every slice was in and checked; pause_seconds: the
+    decode loop held; verified: the live digest equalled the publisher's (None: not asked); refused: slices that arrived wrong."""
+
+    transfer_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    recompute_seconds: float = 0.0
+    num_bytes: int = 0
+    refused: int = 0
+    verified: bool | None = None
+
+
+class ReceiverChannel:
+    """Speaks to the receiver at `address`. Lives on one event loop."""
+
+    def __init__(self, address: str):
+        self.address = address
+        socket = open_socket(zmq.DEALER, max_frame_bytes=_MAX_REPLY_BYTES)
+        socket.connect(address)
+        self._socket = LoopSocket(socket, self._on_batch)
+        self._requests = itertools.count(1)
+        self._calls: dict[int, Answer] = {}
+        self._known_plan = ("", "")  # (session, plan id) that the receiver was sent last
+        self._session = ""
+        self._maps = SlotMaps()
+
+    async def status(self, timeout: float) -> dict[str, Any]:
+        """What the receiver holds: session, committed, begun, counters. Raises DeadlineExceeded."""
+        return await self._wait(self._send("STATUS", PolicyVersion(0, 0)), timeout)
+
+    def cancel(self, version: PolicyVersion) -> None:
+        """Tell the receiver to give `version` up; nobody waits for the answer."""
+        self._send("CANCEL", version)
+
+    async def update(self, order: Order, on_refused: Callable[[int], None] = lambda count: None) -> Outcome:
+        """Transfer, commit, verify. `on_refused` hears of slices that arrived wrong, before they are sent again.
+
+        Raises DeadlineExceeded past a move's deadline, DigestMismatch when slices keep arriving wrong or the live digest
+        differs, StaleIncarnation, PlanMismatch, SyncError; in all these the version is not confirmed.
+        """
+        outcome = Outcome()
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(order.timeout_seconds):
+                await self._transfer(order, outcome, on_refused)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{order.version}: {order.plan.num_bytes / 1e6:.1f} MB did not reach {self.address} within "
+                f"{order.timeout_seconds:g} s: raise sync.timeout_seconds or sync.max_megabytes_per_second"
+            ) from None
+        outcome.transfer_seconds = time.monotonic() - began
+        commit = self._send("COMMIT", order.version, kv_policy=order.kv_policy)
+        digest = self._send("DIGEST", order.version) if order.verify else None
+        report = _checked(await self._wait(commit, order.timeout_seconds))
+        outcome.pause_seconds, outcome.recompute_seconds = report["pause_seconds"], report["recompute_seconds"]
+        if digest is not None:
+            live = checksums_from_wire(_checked(await self._wait(digest, order.timeout_seconds))["checksums"])
+            _compare(order, live)
+            outcome.verified = True
+        return outcome
+
+    async def close(self) -> None:
+        for answer in list(self._calls.values()):
+            answer.cancel()
+        self._socket.close()
+        self._maps.close()
+
+    async def _transfer(self, order: Order, outcome: Outcome, on_refused: Callable[[int], None]) -> None:
+        """Until the receiver holds every slice, checked."""
+        await self._begin(order)
+        indices: Sequence[int] | None = None  # all
+        for _ in range(1 + RESENDS):
+            move = self._fetch if order.carrier == "shared_memory" else self._push
+            refused, num_bytes = await move(order, indices)
+            outcome.num_bytes += num_bytes
+            if not refused:
+                return
+            outcome.refused += len(refused)
+            on_refused(len(refused))
+            indices = refused
+        raise DigestMismatch(
+            f"{order.version}: {len(refused)} slices arrived wrong {1 + RESENDS} times at {self.address}: see whether something "
+            "else writes to the staging slots or alters traffic"
+        )
+
+    async def _begin(self, order: Order) -> None:
+        """Announce the version, with the plan where this receiver may not know it."""
+        for known in (self._known_plan == (self._session, order.plan.id), False):
+            plan = None if known else order.plan.to_wire()
+            answer = await self._send("BEGIN", order.version, plan_id=order.plan.id, plan=plan)
+            if answer.get("error") != "unknown_plan":
+                _checked(answer)
+                self._known_plan = (self._session, order.plan.id)
+                return
+        raise SyncError(f"the receiver at {self.address} does not take plan {order.plan.id}")
+
+    async def _fetch(self, order: Order, indices: Sequence[int] | None) -> tuple[list[int], int]:
+        """The receiver reads the slots itself. Returns the slices that arrived wrong, and bytes moved."""
+        answer = await self._send(
+            "FETCH",
+            order.version,
+            slots=list(order.slots),
+            slices=None if indices is None else list(indices),
+            checksums=checksums_to_wire(order.checksums),
+            bytes_per_second=order.bytes_per_second,
+        )
+        _checked(answer)
+        return list(answer["refused"]), int(answer["bytes"])
+
+    async def _push(self, order: Order, indices: Sequence[int] | None) -> tuple[list[int], int]:
+        """Send buckets from the slots, a few underway at a time, at the order's pace."""
+        pieces = buckets(order.plan, order.bucket_bytes) if indices is None else [single(order.plan, index) for index in indices]
+        slots = [self._maps.open(name) for name in order.slots]
+        began, num_bytes = time.monotonic(), 0
+        underway: deque[asyncio.Future[dict[str, Any]]] = deque()
+        refused: list[int] = []
+        for bucket in pieces:
+            if len(underway) >= BUCKETS_UNDERWAY:
+                refused += _checked(await underway.popleft())["refused"]
+            payload = slots[bucket.rank][bucket.slot_offset : bucket.slot_offset + bucket.num_bytes]
+            covered = order.checksums[bucket.first : bucket.first + bucket.count]
+            wire = checksums_to_wire(covered)
+            underway.append(self._send("BUCKET", order.version, payload, first=bucket.first, count=bucket.count, checksums=wire))
+            num_bytes += bucket.num_bytes
+            if order.bytes_per_second is not None:
+                await asyncio.sleep(max(0.0, began + num_bytes / order.bytes_per_second - time.monotonic()))
+        for answer in underway:
+            refused += _checked(await answer)["refused"]
+        return refused, num_bytes
+
+    def _send(self, kind: Kind, version: PolicyVersion, payload: memoryview | None = None, **fields: Any) -> Answer:
+        request = next(self._requests)
+        header = {"kind": kind, "request": request, "incarnation": version.incarnation, "version": version.version, **fields}
+        answer: Answer = asyncio.get_running_loop().create_future()
+        self._calls[request] = answer
+        answer.add_done_callback(lambda _: self._calls.pop(request, None))
+        self._socket.send([pack(header)] if payload is None else [pack(header), payload])  # type: ignore[list-item]
+        return answer
+
+    async def _wait(self, answer: Answer, timeout: float) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(timeout):
+                return await answer
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the receiver at {self.address} did not answer within {timeout:g} s (sync.timeout_seconds)"
+            ) from None
+
+    def _on_batch(self, batch: list[Frames]) -> None:
+        for frames in batch:
+            try:
+                header = unpack(frames[0])
+            except MalformedFrame:
+                continue  # no reply of ours: whoever waits for one runs into its deadline
+            self._session = header.get("session", self._session)
+            answer = self._calls.get(header.get("request") or 0)
+            if answer is not None and not answer.done():
+                answer.set_result(header)
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer, or the error that it stands for."""
+    match answer.get("error"):
+        case None:
+            return answer
+        case "stale_incarnation":
+            raise StaleIncarnation(answer["text"])
+        case "plan_mismatch":
+            raise PlanMismatch(answer["text"])
+        case error:
+            raise SyncError(f"{error}: {answer.get('text', '')}")
+
+
+def _compare(order: Order, live: Checksums) -> None:
+    differing = np.flatnonzero(live != order.checksums) if len(live) == len(order.checksums) else np.arange(1)
+    if len(differing):
+        name = order.plan.tensors[order.plan.slices[int(differing[0])].tensor].name
+        raise LiveDigestMismatch(
+            f"{order.version}: {len(differing)} slices of the live parameters differ from those sent, first {name}"
+        )

@@ -1,0 +1,164 @@
+"""A server's staging tensors: what has arrived of a version, checked piece by piece, and the checksums of what is live.
+
+Used by one thread at a time. Nothing here touches the live parameters except to read them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncrl.errors import PlanMismatch
+from asyncrl.protocols.weights import PolicyVersion
+from asyncrl.weight_sync.plan import Plan, Slice, flat_start
+from asyncrl.weight_sync.wire import Checksums
+
+CHUNK_BYTES = 1 << 20
+Bytes = npt.NDArray[np.uint8]
+
+
+class Superseded(Exception):
+    """The version being read is not wanted any more."""
+
+
+class Pace:
+    """Spreads bytes evenly: after each piece, sleep until the rate allows the next. None is full speed.
+
+    `go_on` is asked between pieces; Superseded is raised when it says no.
+    """
+
+    def __init__(self, bytes_per_second: float | None = None, go_on: Callable[[], bool] = lambda: True):
+        self._rate, self._go_on = bytes_per_second, go_on
+        self._began, self._spent = time.monotonic(), 0
+        self.chunk_bytes = (
+            CHUNK_BYTES if bytes_per_second is None else int(min(CHUNK_BYTES, max(65_536, bytes_per_second * 0.005)))
+        )
+
+    def spend(self, num_bytes: int) -> None:
+        if not self._go_on():
+            raise Superseded
+        self._spent += num_bytes
+        if self._rate is None:
+            return
+        due = self._began + self._spent / self._rate
+        while (left := due - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+            if not self._go_on():
+                raise Superseded
+
+
+class Staging:
+    """Tensors like the live ones, filled slice by slice; complete when every slice arrived with the checksum it was sent with."""
+
+    def __init__(self, live: Mapping[str, torch.Tensor]):
+        self.tensors = {name: torch.empty_like(tensor.detach()) for name, tensor in live.items()}
+        self.version: PolicyVersion | None = None
+        self._plan: Plan | None = None
+        self._missing: set[int] = set()
+        self._bytes: dict[int, Bytes | None] = {}
+
+    @property
+    def complete(self) -> bool:
+        return self.version is not None and not self._missing
+
+    @property
+    def num_missing(self) -> int:
+        return len(self._missing)
+
+    def begin(self, plan: Plan, version: PolicyVersion) -> None:
+        """Expect every slice of `plan` anew."""
+        self._plan, self.version = plan, version
+        self._missing = set(range(len(plan.slices)))
+        self._bytes = {}  # a commit exchanged the tensors' memory: views of before would write into what is live
+
+    def forget(self) -> None:
+        """Nothing is expected, nothing can be committed."""
+        self.version, self._missing, self._bytes = None, set(), {}
+
+    def write(self, index: int, data: Bytes, checksum: int, pace: Pace) -> bool:
+        """Copy slice `index` in; False when what arrived has another checksum (then the slice stays missing)."""
+        assert self._plan is not None
+        piece = self._plan.slices[index]
+        self._missing.add(index)
+        if len(data) != piece.num_bytes:
+            return False
+        if index not in self._bytes:
+            self._bytes[index] = _bytes_of(self.tensors[self._plan.tensors[piece.tensor].name], piece)
+        target = self._bytes[index]
+        crc = 0
+        if target is None:
+            pace.spend(piece.num_bytes)
+            crc = zlib.crc32(data.data)
+            self._place(piece, data)
+        else:
+            for start in range(0, piece.num_bytes, pace.chunk_bytes):
+                end = min(start + pace.chunk_bytes, piece.num_bytes)
+                np.copyto(target[start:end], data[start:end])
+                crc = zlib.crc32(target[start:end].data, crc)
+                pace.spend(end - start)
+        if crc != checksum:
+            return False
+        self._missing.discard(index)
+        return True
+
+    def _place(self, piece: Slice, data: Bytes) -> None:
+        """A box that is no single run of CPU memory: through a tensor of its own."""
+        assert self._plan is not None
+        whole = self.tensors[self._plan.tensors[piece.tensor].name]
+        values = torch.from_numpy(data.copy()).view(whole.dtype).view(piece.size)
+        _box(whole, piece).copy_(values)
+
+
+def check_plan(plan: Plan, live: Mapping[str, torch.Tensor]) -> None:
+    """Raise PlanMismatch, naming the parameter, unless plan and live parameters have the same names, shapes and dtypes."""
+    for spec in plan.tensors:
+        tensor = live.get(spec.name)
+        if tensor is None:
+            raise PlanMismatch(f"{spec.name}: in the plan, but the server has no such parameter: serve the model that is trained")
+        found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if found != (spec.shape, spec.dtype):
+            raise PlanMismatch(
+                f"{spec.name}: the plan has {spec.shape} {spec.dtype}, the server {found[0]} {found[1]}: use one model.dtype"
+            )
+    absent = sorted(set(live) - {spec.name for spec in plan.tensors})
+    if absent:
+        raise PlanMismatch(f"{absent[0]}: the server has it, the plan does not ({len(absent)} such parameters)")
+
+
+def live_checksums(plan: Plan, live: Mapping[str, torch.Tensor], pace: Pace) -> Checksums:
+    """CRC-32 of every slice of the live parameters, in plan order."""
+    checksums = np.empty(len(plan.slices), dtype=np.uint32)
+    for index, piece in enumerate(plan.slices):
+        tensor = live[plan.tensors[piece.tensor].name].detach()
+        data = _bytes_of(tensor, piece)
+        if data is None:
+            data = _box(tensor, piece).contiguous().cpu().view(-1).view(torch.uint8).numpy()
+        crc = 0
+        for start in range(0, piece.num_bytes, CHUNK_BYTES):
+            crc = zlib.crc32(data[start : start + CHUNK_BYTES].data, crc)
+            pace.spend(min(CHUNK_BYTES, piece.num_bytes - start))
+        checksums[index] = crc
+    return checksums
+
+
+def _bytes_of(tensor: torch.Tensor, piece: Slice) -> Bytes | None:
+    """The slice's own memory, or None where it is not one run of CPU memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    start = flat_start(tuple(tensor.shape), piece.offset, piece.size)
+    if start is None:
+        return None
+    run = tensor.view(-1)[start : start + math.prod(piece.size)]
+    return run.view(torch.uint8).numpy()
+
+
+def _box(tensor: torch.Tensor, piece: Slice) -> torch.Tensor:
+    for axis, (offset, size) in enumerate(zip(piece.offset, piece.size, strict=True)):
+        tensor = tensor.narrow(axis, offset, size)
+    return tensor

@@ -1,0 +1,69 @@
+"""What ParameterSync and a receiver say to each other: a msgpack header, and raw bytes in a frame of their own.
+
+    BEGIN    (plan_id, plan?)                      a version is coming; the plan itself only when the receiver may not know it
+    FETCH    (slots, first/count or slices, …)     read these slices from these shared-memory slots
+    BUCKET   (first, count, …) + bytes             these slices, as they lie in the slot from the first one on
+    COMMIT   (kv_policy)                           swap, if the version is complete
+    DIGEST   ()                                    checksums of every slice, from the live parameters
+    STATUS   ()                                    what the receiver holds; answered at once
+    CANCEL   ()                                    give up reading this version
+
+Every message carries (incarnation, version) and a request number, which its reply repeats. Replies carry `ok`, or `error` (one
+word of ERRORS) and `text`; messages may be sent without waiting for replies and are executed in order. A refused message
+changes nothing, and those behind it that depend on it are refused in turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.errors import MalformedFrame
+
+Kind = Literal["BEGIN", "FETCH", "BUCKET", "COMMIT", "DIGEST", "STATUS", "CANCEL"]
+KINDS = frozenset({"BEGIN", "FETCH", "BUCKET", "COMMIT", "DIGEST", "STATUS", "CANCEL"})
+ERRORS = frozenset(
+    {
+        "stale_incarnation",  # an earlier start of the trainer
+        "old_version",  # older than what is committed
+        "unknown_plan",  # BEGIN named a plan that this receiver was never told
+        "plan_mismatch",  # the plan and the live parameters disagree
+        "not_begun",  # the message's version is not the one begun
+        "superseded",  # cancelled, or a newer version began meanwhile
+        "incomplete",  # COMMIT before every slice arrived and was checked
+        "not_committed",  # DIGEST of a version that is not live
+        "malformed",  # not a message
+        "failed",  # the server could not: shared memory gone, commit raised
+    }
+)
+MAX_HEADER_BYTES = 64 * 1024 * 1024
+Checksums = npt.NDArray[np.uint32]
+"""CRC-32 of every slice, in plan order."""
+
+
+def pack(header: dict[str, Any]) -> bytes:
+    return bytes(msgpack.packb(header, use_bin_type=True))
+
+
+def unpack(frame: bytes | memoryview) -> dict[str, Any]:
+    """A header. Raises MalformedFrame."""
+    if len(frame) > MAX_HEADER_BYTES:
+        raise MalformedFrame(f"a header has at most {MAX_HEADER_BYTES} bytes, this one {len(frame)}")
+    try:
+        header = msgpack.unpackb(frame, strict_map_key=False)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise MalformedFrame(f"not a msgpack header: {error}") from error
+    if not isinstance(header, dict):
+        raise MalformedFrame(f"a header is a map, this one a {type(header).__name__}")
+    return header
+
+
+def checksums_to_wire(checksums: Checksums) -> bytes:
+    return checksums.astype("<u4").tobytes()
+
+
+def checksums_from_wire(data: bytes) -> Checksums:
+    return np.frombuffer(data, dtype="<u4").astype(np.uint32)
