@@ -61,7 +61,8 @@ class LedgerHooks:
                 self.exchange.settle(topic, (message_id,))  # a second copy, of a group whose scored group is here
             elif topic == SCORED:
                 queued[id] = None
-        self._ledger.queue(list(queued))
+        if queued:
+            self._ledger.queue(list(queued))
         for id in queued:
             self.exchange.settle_group(str(id), ROLLOUTS)
 
