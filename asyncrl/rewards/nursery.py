@@ -1,0 +1,174 @@
+"""Child processes: one started ahead of need, so that a killed one is replaced at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncrl.errors import UserError
+from asyncrl.rewards.child import LENGTH, MARK, pack, unpack
+from asyncrl.rewards.function import FunctionSpec
+
+log = logging.getLogger(__name__)
+
+Role = Literal["serial", "concurrent"]
+READY_SECONDS = 120.0  # importing a user's module may load much
+END_SECONDS = 5.0
+POLL_SECONDS = 0.005
+
+
+@dataclass(frozen=True)
+class LoadedFunction:
+    """What a child found a function to be: the fields that it takes, and whether it is async."""
+
+    accepts: tuple[str, ...]
+    is_async: bool
+
+
+class Child:
+    """One process with the functions loaded. Its frames are described in `asyncrl.rewards.child`."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], channel: tuple[asyncio.StreamReader, asyncio.StreamWriter], mark: mmap.mmap
+    ):
+        self._process, (self._reader, self._writer), self._mark = process, channel, mark
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, value: Any) -> None:
+        self._writer.write(pack(value))
+
+    async def read(self) -> Any:
+        """The next frame's value. Raises IncompleteReadError or ConnectionError when the process is gone."""
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        return unpack(await self._reader.readexactly(length))
+
+    def marked_call(self) -> int | None:
+        """The id of the async call whose code runs at this moment."""
+        (value,) = MARK.unpack(self._mark[: MARK.size])
+        return None if value == 0 else int(value) - 1
+
+    def kill(self) -> None:
+        """SIGKILL: a function that holds the interpreter's lock hears nothing else."""
+        self._process.kill()
+        self._writer.close()
+
+    async def ended(self) -> str:
+        """Kill what is left, reap it, and say how it ended."""
+        self._process.kill()
+        self._writer.close()
+        for _ in range(round(END_SECONDS / POLL_SECONDS)):
+            if self._process.poll() is not None:
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        code = self._process.returncode
+        if code is None:
+            return "does not end"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+class Nursery:
+    """Starts children, and keeps one ready ahead of need. They are children of this process and die with it.
+
+    Children are spawned from the thread of the event loop, because the kernel ties their death to that thread's.
+    """
+
+    def __init__(self, specs: Sequence[FunctionSpec], limit_seconds: float):
+        self._hello = {
+            "functions": [[spec.name, spec.source, spec.payload] for spec in specs],
+            "limit_seconds": limit_seconds,
+            "path": [path for path in sys.path if path],
+        }
+        self._spare: asyncio.Task[tuple[Child, list[LoadedFunction]]] | None = None
+        self._alive: list[Child] = []
+        self._closed = False
+
+    async def first(self) -> list[LoadedFunction]:
+        """Start the first child; what it found the functions to be. Raises UserError when they cannot be loaded."""
+        self._spare = asyncio.create_task(self._start())
+        return (await asyncio.shield(self._spare))[1]
+
+    async def take(self, role: Role) -> Child:
+        """A child for this role: the one that is ready; the next is started meanwhile."""
+        assert self._spare is not None, "take before first"
+        spare, self._spare = self._spare, None
+        try:
+            child, _ = await spare
+        finally:
+            if not self._closed:
+                self._spare = asyncio.create_task(self._start())
+                self._spare.add_done_callback(_retrieve)
+        child.send({"role": role})
+        return child
+
+    async def discard(self, child: Child) -> str:
+        """End a child; how it ended. One that ended by itself keeps its own reason."""
+        if child in self._alive:
+            self._alive.remove(child)
+        await asyncio.sleep(0.01)  # a process that closed its socket by dying has its exit code a moment later
+        return await child.ended()
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._spare is not None:
+            self._spare.cancel()
+            await asyncio.gather(self._spare, return_exceptions=True)
+        await asyncio.gather(*(child.ended() for child in self._alive))
+        self._alive.clear()
+
+    async def _start(self) -> tuple[Child, list[LoadedFunction]]:
+        child = await self._spawn()
+        child.send(self._hello)
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                answer = await child.read()
+        except TimeoutError:
+            await self.discard(child)
+            raise UserError(
+                f"loading the reward functions took more than {READY_SECONDS:.0f} s: import less in their module"
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            how = await self.discard(child)
+            raise UserError(
+                f"loading the reward functions ended the process ({how}): import their module by itself to see why"
+            ) from None
+        if "refused" in answer:
+            await self.discard(child)
+            raise UserError(f"the reward functions could not be loaded: {answer['refused']}")
+        return child, [LoadedFunction(tuple(accepts), is_async) for accepts, is_async in answer["ready"]]
+
+    async def _spawn(self) -> Child:
+        ours, theirs = socket.socketpair()
+        mark_fd = os.memfd_create("asyncrl-reward-mark")
+        try:
+            os.ftruncate(mark_fd, mmap.PAGESIZE)
+            mark = mmap.mmap(mark_fd, mmap.PAGESIZE)
+            process = subprocess.Popen(  # noqa: ASYNC220  (from this thread on purpose; it takes a few ms)
+                [sys.executable, "-m", "asyncrl.rewards.child", str(theirs.fileno()), str(mark_fd), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), mark_fd),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        finally:
+            theirs.close()
+            os.close(mark_fd)
+        child = Child(process, await asyncio.open_connection(sock=ours), mark)
+        self._alive.append(child)
+        return child
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """A spare that could not be started is reported to whoever takes it; here only so that asyncio does not complain as well."""
+    if not task.cancelled() and task.exception() is not None:
+        log.warning("no spare reward process: %s", task.exception())

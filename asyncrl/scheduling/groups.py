@@ -1,0 +1,204 @@
+"""Trajectories in any interleaving to closed groups. Pure.
+
+A group closes when each of its `group_size` members is accounted for: scored, failed in generation, or failed in scoring. Every
+group that was begun and whose members all arrive closes exactly once. A second copy of a trajectory is dropped by its id,
+also after its group has closed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from asyncrl.messages import GroupId, ScoredGroup, Trajectory, TrajectoryId
+
+CLOSED_REMEMBERED = 65_536
+"""Ids of closed groups kept to know a late copy by: more than can be alive or leased at once, so memory stays bounded."""
+
+
+@dataclass(frozen=True)
+class MemberScore:
+    """How a member was scored: a finite reward, or None and the reason. `components` and `metrics`: see `ScoredGroup`."""
+
+    reward: float | None
+    components: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class FailedGroup:
+    """A closed group with fewer than `min_scored` scored members, and why. `failures[i]` belongs to `trajectories[i]`."""
+
+    id: GroupId
+    reason: str
+    trajectories: tuple[Trajectory, ...]
+    failures: tuple[str | None, ...]
+
+
+@dataclass
+class GroupCounts:
+    """Trajectories and groups seen so far. `duplicates`: second copies; `strays`: members that contradict their group's size;
+    `late`: scores for a member that has one, or that nobody waits for."""
+
+    trajectories: int = 0
+    duplicates: int = 0
+    strays: int = 0
+    late: int = 0
+    failed_generation: int = 0
+    failed_scoring: int = 0
+    scored: int = 0
+    groups_scored: int = 0
+    groups_failed: int = 0
+
+
+@dataclass
+class _Open:
+    group_size: int
+    members: dict[int, Trajectory] = field(default_factory=dict)
+    scores: dict[int, MemberScore] = field(default_factory=dict)
+
+
+class GroupAssembler:
+    """`accept` what arrives, `record` what it scored, `take_closed` what that completed."""
+
+    def __init__(self, min_scored: int):
+        self._min_scored = min_scored
+        self._open: dict[GroupId, _Open] = {}
+        self._remembered: OrderedDict[GroupId, None] = OrderedDict()
+        self._closed: list[ScoredGroup | FailedGroup] = []
+        self.counts = GroupCounts()
+
+    def accept(self, trajectory: Trajectory) -> bool:
+        """Whether this trajectory is to be scored: it is new, fits its group, and was generated."""
+        group_id, member = trajectory.id.group, trajectory.id.member
+        group = self._open.get(group_id)
+        if group_id in self._remembered or (group is not None and member in group.members):
+            self.counts.duplicates += 1
+            return False
+        size = trajectory.group_size if group is None else group.group_size
+        if not 0 <= member < size or trajectory.group_size != size:
+            self.counts.strays += 1
+            return False
+        if group is None:
+            group = self._open[group_id] = _Open(size)
+        group.members[member] = trajectory
+        self.counts.trajectories += 1
+        if trajectory.failure is None:
+            return True
+        self.counts.failed_generation += 1
+        self._settle(group_id, group, member, MemberScore(None, failure=trajectory.failure))
+        return False
+
+    def record(self, trajectory_id: TrajectoryId, score: MemberScore) -> None:
+        """The outcome of scoring. Only the first for a trajectory counts."""
+        group = self._open.get(trajectory_id.group)
+        if group is None or trajectory_id.member not in group.members or trajectory_id.member in group.scores:
+            self.counts.late += 1
+            return
+        if score.reward is None:
+            self.counts.failed_scoring += 1
+        else:
+            assert np.isfinite(score.reward), score
+            self.counts.scored += 1
+        self._settle(trajectory_id.group, group, trajectory_id.member, score)
+
+    def take_closed(self) -> list[ScoredGroup | FailedGroup]:
+        """The groups that closed since the last call, in the order they closed."""
+        closed, self._closed = self._closed, []
+        return closed
+
+    def open_groups(self) -> list[GroupId]:
+        """Groups with a member here and not closed yet."""
+        return list(self._open)
+
+    def close_incomplete(self) -> None:
+        """Close as failed every group that still misses a member, because nothing more will arrive."""
+        for group_id, group in list(self._open.items()):
+            reason = f"members missing at the end of the data: {len(group.scores)} of {group.group_size} came"
+            del self._open[group_id]
+            self._remember(group_id)
+            self.counts.groups_failed += 1
+            self._closed.append(_failed_group(group_id, group, reason))
+
+    def _settle(self, group_id: GroupId, group: _Open, member: int, score: MemberScore) -> None:
+        group.scores[member] = score
+        if len(group.scores) < group.group_size:
+            return
+        del self._open[group_id]
+        self._remember(group_id)
+        num_scored = sum(s.reward is not None for s in group.scores.values())
+        if num_scored >= self._min_scored:
+            self.counts.groups_scored += 1
+            self._closed.append(_scored_group(group_id, group))
+        else:
+            self.counts.groups_failed += 1
+            self._closed.append(_failed_group(group_id, group, _too_few(group, num_scored)))
+
+    def _remember(self, group_id: GroupId) -> None:
+        self._remembered[group_id] = None
+        if len(self._remembered) > CLOSED_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+
+def _too_few(group: _Open, num_scored: int) -> str:
+    failures = [group.scores[member].failure for member in sorted(group.scores)]
+    most_common = Counter(reason for reason in failures if reason is not None).most_common(1)
+    why = f", {most_common[0][0]}" if most_common else ""
+    return f"too few scored: {num_scored} of {group.group_size}{why}"
+
+
+def _failed_group(group_id: GroupId, group: _Open, reason: str) -> FailedGroup:
+    order = sorted(group.members)
+    failures = tuple(group.scores[member].failure if member in group.scores else None for member in order)
+    return FailedGroup(group_id, reason, tuple(group.members[member] for member in order), failures)
+
+
+def _scored_group(group_id: GroupId, group: _Open) -> ScoredGroup:
+    order = sorted(group.members)
+    members = [group.members[member] for member in order]
+    scores = [group.scores[member] for member in order]
+    first = members[0]
+    return ScoredGroup(
+        id=group_id,
+        group_size=group.group_size,
+        start_version=first.start_version,
+        prompt_tokens=next((m.prompt_tokens for m in members if len(m.prompt_tokens)), first.prompt_tokens),
+        members=np.array(order, np.int32),
+        lengths=np.array([len(m.response_tokens) for m in members], np.int32),
+        response_tokens=_joined([m.response_tokens for m in members], np.int32),
+        loss_mask=_joined([m.loss_mask for m in members], np.bool_),
+        log_probs=_joined([m.log_probs for m in members], np.float32),
+        versions=_joined([m.versions for m in members], np.int32),
+        rewards=_or_nan([score.reward for score in scores]),
+        components={name: _or_nan([s.components.get(name) for s in scores]) for name in _names(s.components for s in scores)},
+        finish_reasons=[m.finish_reason for m in members],
+        failures=[score.failure for score in scores],
+        prompt=first.prompt,
+        responses=[m.response for m in members],
+        ground_truth=first.ground_truth,
+        metrics=_means([score.metrics for score in scores if score.reward is not None]),
+    )
+
+
+def _joined(arrays: list[Any], dtype: Any) -> Any:
+    return np.concatenate(arrays).astype(dtype, copy=False)
+
+
+def _or_nan(values: list[float | None]) -> Any:
+    return np.array([np.nan if value is None else value for value in values], np.float32)
+
+
+def _names(mappings: Iterable[Mapping[str, float]]) -> list[str]:
+    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
+
+
+def _means(mappings: list[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the members that logged the name."""
+    names = _names(mappings)
+    values = {name: [mapping[name] for mapping in mappings if name in mapping] for name in names}
+    return {name: sum(present) / len(present) for name, present in values.items()}

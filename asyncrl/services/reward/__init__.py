@@ -1,0 +1,16 @@
+"""Reward: one front (row `reward`), n workers (rows `reward/0` …).
+
+    rollouts ─▶ RewardFront ─┬─ rpc score ─▶ RewardWorker ─▶ child process ─▶ the user's function
+                 assemble ◀──┘◀──────────── scores
+                    ├─ scored group ─▶ scored
+                    └─ failed group ─▶ ledger
+
+front      front     the service: receive, hand out, assemble, send
+           dispatch  which samples go to which worker, and what becomes of those of a lost one (pure)
+worker     worker    the service around `asyncrl.rewards.executor`
+"""
+
+from asyncrl.services.reward.front import FrontParts, RewardFront
+from asyncrl.services.reward.worker import RewardWorker
+
+__all__ = ["FrontParts", "RewardFront", "RewardWorker"]

@@ -1,0 +1,366 @@
+"""The Reward front: trajectories in, scored groups out. The picture is in the package's docstring.
+
+loop        consumes                waits for                      is unblocked by
+_receive    rollouts                a trajectory                   the queue; end of stream ends the loop
+_deliver    closed groups           a closed group, then room      the last member's score; the `scored` topic
+_watch      workers' registrations  a second to pass               the clock
+(a task)    one batch               a worker's answer              the worker, or its loss
+
+`_receive` never waits for workers or for the `scored` topic: what is here is bounded by the admitted groups, by no buffer's size.
+A trajectory is here until its group's end is accepted by the queue or by the ledger; `in_flight` names those groups.
+After the end of data the front closes its side of `scored`, and goes on scoring evaluation until it is told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from asyncrl.clock import Clock
+from asyncrl.errors import FrameError, RunError, StreamClosed, TransportError
+from asyncrl.messages import GroupId, ScoredGroup, Trajectory, TrajectoryId
+from asyncrl.protocols import End, LedgerClient, Receiver, Sender, Tracker
+from asyncrl.rewards import Item
+from asyncrl.scheduling.groups import FailedGroup, GroupAssembler, MemberScore
+from asyncrl.services.reward.dispatch import Batch, Dispatcher, Job, WorkerView
+from asyncrl.services.reward.meter import ScoreMeter
+from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.transport.rpc import RpcClient
+
+log = logging.getLogger(__name__)
+
+RECEIVE_ITEMS = 1024
+RECEIVE_SECONDS = 1.0
+WATCH_SECONDS = 1.0
+REPORT_SECONDS = 2.0
+SILENCE_SECONDS = 10.0  # workers say that they live once a second
+NO_WORKER_SECONDS = 60.0
+REASONS_KEPT = 1000
+CALL_MARGIN_SECONDS = 180.0  # replacing a child process of the worker included
+
+
+class Link(Protocol):
+    """A way to call a worker."""
+
+    async def call(self, method: str, *, timeout: float, **params: Any) -> Any: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class FrontParts:
+    """What the front works with. `keep_failed` is given each failed group, for whoever keeps samples to read."""
+
+    receiver: Receiver
+    sender: Sender
+    ledger: LedgerClient
+    tracker: Tracker | None = None
+    keep_failed: Callable[[FailedGroup], None] | None = None
+
+
+class RewardFront:
+    """Row `reward`. parts: called in `run` with everybody's addresses. limit_seconds: `reward.timeout_seconds`, which bounds the
+    wait for a worker's answer; num_functions: how many calls a sample takes."""
+
+    name = "reward"
+
+    def __init__(
+        self,
+        parts: Callable[[AddressBook], FrontParts],
+        *,
+        min_scored: int,
+        limit_seconds: float,
+        num_functions: int,
+        clock: Clock,
+        connect: Callable[[str], Link] = RpcClient,
+    ):
+        self._make_parts, self._clock, self._connect = parts, clock, connect
+        self._call_seconds = num_functions * (limit_seconds + 1.0)
+        self._assembler = GroupAssembler(min_scored)
+        self._dispatcher = Dispatcher()
+        self._meter = ScoreMeter(clock)
+        self._links: dict[str, Link] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._outbox: list[ScoredGroup | FailedGroup] = []
+        self._held: dict[GroupId, None] = {}  # closed here, end not yet accepted
+        self._wake = asyncio.Event()  # something closed, or the data ended
+        self._stop = asyncio.Event()
+        self._data_ended = False
+        self._reasons: Counter[str] = Counter()
+        self._crash: BaseException | None = None
+        self._crashed = asyncio.Event()
+        self._state = "STARTING"
+        self._worker_seen = clock.now()
+        self._rpc = service_rpc(self, {"register": self.register, "score": self.score, "in_flight": self.in_flight})
+
+    # ---- the service -------------------------------------------------------------------------------------------
+
+    async def start(self) -> dict[str, str]:
+        address = await self._rpc.start()
+        return {"rpc": address, "workers": address}
+
+    async def run(self, book: AddressBook) -> None:
+        parts = self._make_parts(book)
+        self._state, self._worker_seen = "RUNNING", self._clock.now()
+        try:
+            await _first_to_end(self._stop.wait(), self._work(parts), self._watch(parts.tracker), self._raise_crash())
+        finally:
+            await self._end(parts)
+
+    async def stop(self) -> None:
+        self._stop.set()
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "state": self._state,
+            "version": None,
+            "workers": self._dispatcher.num_workers,
+            "waiting": self._dispatcher.num_waiting,
+            "being_scored": self._dispatcher.num_assigned,
+            "groups": len(self._assembler.open_groups()) + len(self._held),
+            "idle": self._meter.idle_share(),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        counts = self._assembler.counts
+        return {
+            "idle": {"reward": self._meter.idle_share()},
+            "trajectories": {"failed": counts.failed_generation + counts.failed_scoring},
+            "scoring": {
+                **asdict(counts),
+                "components": self._meter.means(),
+                "reasons": dict(self._reasons.most_common(50)),
+                "waited_s": {reason: round(seconds, 3) for reason, seconds in self._meter.seconds().items()},
+            },
+        }
+
+    # ---- remote calls ------------------------------------------------------------------------------------------
+
+    async def register(
+        self, *, worker: str, incarnation: str, address: str, fields: Sequence[str], is_serial: bool, slots: int
+    ) -> None:
+        """A worker says that it lives. Its first word makes it one of those that get samples."""
+        view = WorkerView(worker, incarnation, address, tuple(fields), is_serial, slots)
+        self._fail(self._dispatcher.register(view, self._clock.now()), "reward worker died")
+        if address not in self._links:
+            self._links[address] = self._connect(address)
+        self._pump()
+
+    async def score(self, *, items: Sequence[Item]) -> list[dict[str, Any]]:
+        """Scores for evaluation, in order: {"score": number or None, "failure": reason or None}. They yield to rollouts."""
+        futures = [asyncio.get_running_loop().create_future() for _ in items]
+        self._dispatcher.submit([Job(f, item) for f, item in zip(futures, items, strict=True)], evaluation=True)
+        self._pump()
+        scores: list[MemberScore] = await asyncio.gather(*futures)
+        return [{"score": score.reward, "failure": score.failure} for score in scores]
+
+    def in_flight(self) -> list[str]:
+        """The groups that are here."""
+        return [str(group_id) for group_id in dict.fromkeys((*self._assembler.open_groups(), *self._held))]
+
+    # ---- loops -------------------------------------------------------------------------------------------------
+
+    async def _work(self, parts: FrontParts) -> None:
+        """Until the data has ended and everything is sent; then close the stream and wait to be stopped."""
+        await _all(self._receive(parts.receiver), self._deliver(parts))
+        await parts.sender.close()
+        self._state = "DRAINED"
+        await self._stop.wait()
+
+    async def _receive(self, receiver: Receiver) -> None:
+        try:
+            while True:
+                deliveries = await receiver.receive(max_items=RECEIVE_ITEMS, timeout=RECEIVE_SECONDS)
+                self._accept([delivery.message for delivery in deliveries])
+        except StreamClosed:
+            self._data_ended = True
+            self._wake.set()
+
+    def _accept(self, trajectories: Sequence[Any]) -> None:
+        jobs = []
+        for trajectory in trajectories:
+            if trajectory.failure is not None:
+                self._count_reason(trajectory.failure)
+            if self._assembler.accept(trajectory):
+                jobs.append(Job(trajectory.id, _item(trajectory)))
+        self._dispatcher.submit(jobs)
+        self._collect()
+        self._pump()
+
+    async def _deliver(self, parts: FrontParts) -> None:
+        """Send what has closed, all of it at once, in the order it closed."""
+        while not (self._data_ended and self._is_empty()):
+            await self._wake.wait()
+            self._wake.clear()
+            groups, self._outbox = self._outbox, []
+            scored = [group for group in groups if isinstance(group, ScoredGroup)]
+            failed = [group for group in groups if isinstance(group, FailedGroup)]
+            if failed:
+                await parts.ledger.end([End(group.id, "failed", group.reason) for group in failed])
+                self._release(failed)
+            for group in failed if parts.keep_failed is not None else ():
+                parts.keep_failed(group)  # type: ignore[misc]
+            if scored:
+                self._meter.blocked(True)
+                await parts.sender.send(scored)
+                self._meter.blocked(False)
+                self._release(scored)
+            self._close_incomplete()
+
+    async def _watch(self, tracker: Tracker | None) -> None:
+        """Lose workers that fell silent; refuse to go on without any; report."""
+        reported = self._clock.now()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = self._clock.now()
+            for name in self._dispatcher.silent(now, SILENCE_SECONDS):
+                log.warning("%s was silent for %.0f s: its samples go to another", name, SILENCE_SECONDS)
+                self._fail(self._dispatcher.lose(name), "reward worker died")
+            if self._dispatcher.num_workers:
+                self._worker_seen = now
+            elif self._dispatcher.num_waiting and now - self._worker_seen > NO_WORKER_SECONDS:
+                raise RunError(f"no reward worker for {NO_WORKER_SECONDS:.0f} s: read logs/reward-0.log")
+            if tracker is not None and now - reported >= REPORT_SECONDS:
+                reported = now
+                self._report(tracker)
+            self._pump()
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Send every batch that can be sent."""
+        while (batch := self._dispatcher.assign()) is not None:
+            call = asyncio.create_task(self._score_batch(batch))
+            self._calls.add(call)
+            call.add_done_callback(self._call_ended)
+        self._meter.busy(self._dispatcher.num_waiting + self._dispatcher.num_assigned > 0)
+
+    async def _score_batch(self, batch: Batch) -> None:
+        items = [{field: job.item.get(field) for field in batch.worker.fields} for job in batch.jobs]
+        timeout = self._call_seconds * 2 * max(self._dispatcher.num_assigned, 1) + CALL_MARGIN_SECONDS
+        try:
+            answer = await self._links[batch.worker.address].call("score", timeout=timeout, items=items)
+        except (TransportError, FrameError) as error:
+            log.warning("%s did not score %d samples: %s", batch.worker.name, len(batch.jobs), error)
+            self._fail(self._dispatcher.give_up(batch), f"reward worker failed ({error})")
+        else:
+            if self._dispatcher.finish(batch, answer["seconds"]):
+                self._record(batch.jobs, [MemberScore(*score) for score in answer["scores"]])
+        self._pump()
+
+    def _call_ended(self, call: asyncio.Task[None]) -> None:
+        """A bug in handling an answer ends the service; it must not look like a sample that never comes back."""
+        self._calls.discard(call)
+        if not call.cancelled() and call.exception() is not None:
+            self._crash = call.exception()
+            self._crashed.set()
+
+    async def _raise_crash(self) -> None:
+        await self._crashed.wait()
+        assert self._crash is not None
+        raise self._crash
+
+    def _fail(self, jobs: Sequence[Job], reason: str) -> None:
+        self._record(jobs, [MemberScore(None, failure=reason)] * len(jobs))
+
+    def _record(self, jobs: Sequence[Job], scores: Sequence[MemberScore]) -> None:
+        for job, score in zip(jobs, scores, strict=True):
+            if isinstance(job.key, TrajectoryId):
+                self._meter.count(score)
+                if score.failure is not None:
+                    self._count_reason(score.failure)
+                self._assembler.record(job.key, score)
+            elif isinstance(job.key, asyncio.Future) and not job.key.done():
+                job.key.set_result(score)
+        self._collect()
+
+    def _count_reason(self, reason: str) -> None:
+        """Reasons may quote the sample; past REASONS_KEPT different ones, new ones are counted together."""
+        self._reasons[reason if reason in self._reasons or len(self._reasons) < REASONS_KEPT else "other"] += 1
+
+    def _collect(self) -> None:
+        """Move what has closed to the outbox."""
+        closed = self._assembler.take_closed()
+        if closed:
+            self._held.update((group.id, None) for group in closed)
+            self._outbox += closed
+        if closed or self._data_ended:
+            self._wake.set()
+
+    def _close_incomplete(self) -> None:
+        """After the end of data, groups that miss a member will never have it."""
+        if self._data_ended and not self._dispatcher.num_waiting and not self._dispatcher.num_assigned:
+            self._assembler.close_incomplete()
+            self._collect()
+
+    def _is_empty(self) -> bool:
+        return not self._outbox and not self._held and not self._assembler.open_groups()
+
+    def _release(self, groups: Sequence[ScoredGroup | FailedGroup]) -> None:
+        for group in groups:
+            del self._held[group.id]
+
+    def _report(self, tracker: Tracker) -> None:
+        counts = self._assembler.counts
+        tracker.log(
+            "scoring",
+            counts.groups_scored + counts.groups_failed,
+            {
+                "scoring/idle": self._meter.idle_share(),
+                "scoring/waiting": float(self._dispatcher.num_waiting),
+                "scoring/failed": float(counts.failed_scoring),
+                "scoring/seconds_per_sample": self._dispatcher.seconds_per_sample or 0.0,
+                **{f"scoring/{name}": value for name, value in self._meter.means().items()},
+            },
+        )
+
+    async def _end(self, parts: FrontParts) -> None:
+        self._state = "DONE"
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for link in self._links.values():
+            await link.close()
+        if parts.tracker is not None:
+            self._report(parts.tracker)
+            await parts.tracker.close()
+        await parts.receiver.close()
+
+
+def _item(trajectory: Trajectory) -> Mapping[str, Any]:
+    return {
+        "prompt": trajectory.prompt,
+        "response": trajectory.response,
+        "ground_truth": trajectory.ground_truth,
+        "extra_info": trajectory.extra_info,
+        "messages": trajectory.messages,
+        "tool_calls": trajectory.tool_calls,
+        "finish_reason": trajectory.finish_reason,
+    }
+
+
+async def _first_to_end(*work: Coroutine[Any, Any, Any]) -> None:
+    """Until one ends; the others are cancelled, and what the first raised is raised."""
+    await _run(work, asyncio.FIRST_COMPLETED)
+
+
+async def _all(*work: Coroutine[Any, Any, Any]) -> None:
+    """Until all end, or one raises: then the others are cancelled, and that is raised."""
+    await _run(work, asyncio.FIRST_EXCEPTION)
+
+
+async def _run(work: Sequence[Coroutine[Any, Any, Any]], until: str) -> None:
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=until)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
