@@ -135,7 +135,7 @@ class Session:
         for tried in range(task.retries + 1):
             if tried:
                 await pause_before_retry(tried)
-            rid = f"{task.id}/{self.member}:{self._turns}.{tried}"
+            rid = f"{task.rid_prefix}{task.id}/{self.member}:{self._turns}.{tried}"
             request = GenerateRequest(
                 np.asarray(ids, np.int32), (MemberRequest(self.member, rid, seed),), sampling, task.timeout_seconds
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class SingleTurn:
         self._engine, self._tokenizer, self._now = engine, tokenizer, now
         self.active: set[str] = set()
 
-    async def run(self, task: Task) -> AsyncIterator[Trajectory]:
+    async def run(self, task: Task) -> AsyncGenerator[Trajectory, None]:
         began = self._now()
         failures = dict.fromkeys(task.members, NO_ANSWER)
         for tried in range(task.retries + 1):
@@ -41,7 +41,8 @@ class SingleTurn:
     async def _ask(self, task: Task, members: tuple[int, ...], tried: int) -> AsyncIterator[Completion]:
         suffix = f":{tried}" if tried else ""
         wanted = tuple(
-            MemberRequest(member, f"{task.id}/{member}{suffix}", seed_of(task.run_seed, *task.id, member)) for member in members
+            MemberRequest(member, f"{task.rid_prefix}{task.id}/{member}{suffix}", seed_of(task.run_seed, *task.id, member))
+            for member in members
         )
         rids = [member.rid for member in wanted]
         self.active.update(rids)

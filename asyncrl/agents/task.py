@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ LONGEST_PAUSE_SECONDS = 2.0
 @dataclass(frozen=True)
 class Task:
     """Members wanted of one group. prompt_tokens int32[P]; `run_seed` with a member's id gives that member's seed;
-    `max_response_tokens` bounds all turns of a conversation together."""
+    `max_response_tokens` bounds all turns of a conversation together; `rid_prefix` keeps an evaluation's request ids apart."""
 
     id: GroupId
     group_size: int
@@ -34,6 +34,7 @@ class Task:
     run_seed: int
     timeout_seconds: float
     retries: int
+    rid_prefix: str = ""
 
 
 class Agent(Protocol):
@@ -42,7 +43,7 @@ class Agent(Protocol):
     active: set[str]
     """Ids of the requests that the servers work on, for an abort."""
 
-    def run(self, task: Task) -> AsyncIterator[Trajectory]:
+    def run(self, task: Task) -> AsyncGenerator[Trajectory, None]:
         """Yield exactly one trajectory per member, each as soon as it is finished; one that could not be made has `failure`."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from asyncrl.agents.session import Session
@@ -47,7 +47,7 @@ class UserAgent:
         self._function, self._engine, self._tokenizer, self._now = function, engine, tokenizer, now
         self.active: set[str] = set()
 
-    async def run(self, task: Task) -> AsyncIterator[Trajectory]:
+    async def run(self, task: Task) -> AsyncGenerator[Trajectory, None]:
         members = [asyncio.ensure_future(self._member(task, member)) for member in task.members]
         try:
             for finished in asyncio.as_completed(members):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import datetime
 import decimal
-from collections.abc import Mapping
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from asyncrl.errors import UserError
 from asyncrl.protocols import Prompt
 
 SAMPLING_KEYS = ("max_new_tokens", "ignore_eos")
+LOOKED_AT = 64  # rows that are encoded before anything starts
 
 
 def prompt_from_row(row: Any, number: int, where: str) -> Prompt:
@@ -59,6 +61,31 @@ def check_prompt(prompt: Prompt, num_tokens: int, *, max_prompt_tokens: int, max
         raise UserError(
             f"{key}: row {prompt.row} asks for sampling.max_new_tokens {wanted}, and rollout.max_response_tokens is "
             f"{max_response_tokens}: raise it, or lower the row's"
+        )
+
+
+def check_longest_prompts(
+    prompts: Sequence[Prompt],
+    encode: Callable[[str | list[dict[str, Any]]], Sequence[int]],
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    key: str,
+) -> None:
+    """`check_prompt` on the rows with the longest text, before anything starts; the others are checked when they are read."""
+
+    def size(prompt: Prompt) -> int:
+        return len(prompt.prompt) if isinstance(prompt.prompt, str) else sum(len(str(message)) for message in prompt.prompt)
+
+    suspects = {prompt.row: prompt for prompt in heapq.nlargest(LOOKED_AT, prompts, key=size)}
+    suspects |= {prompt.row: prompt for prompt in prompts if prompt.sampling.get("max_new_tokens", 0) > max_response_tokens}
+    for prompt in suspects.values():
+        check_prompt(
+            prompt,
+            len(encode(prompt.prompt)),
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+            key=key,
         )
 
 

@@ -46,6 +46,11 @@ class TableSource:
         self._order = self._order_of(self._epoch)
 
     @property
+    def prompts(self) -> Sequence[Prompt]:
+        """All rows, in the order of the data."""
+        return self._prompts
+
+    @property
     def num_rows(self) -> int | None:
         return len(self._prompts)
 

@@ -1,0 +1,252 @@
+"""Evaluation: responses to held-out prompts, scored by the Reward service. It touches neither ledger nor admission.
+
+    prompts in turn ──▶ (places that rollouts leave free) ──▶ agent ──▶ Reward `score` ──▶ record, metrics on the axis "eval"
+
+Seeds depend on run seed, prompt and sample alone, so that every evaluation of a run asks the same questions with the same dice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.agents import Task, seed_of
+from asyncrl.clock import Clock
+from asyncrl.config.schema import Config
+from asyncrl.errors import AsyncrlError
+from asyncrl.messages import GroupId, Trajectory
+from asyncrl.protocols import Prompt, SamplingParams
+from asyncrl.scheduling.admission import parts_of_group
+from asyncrl.services.rollouter.generation import Places
+from asyncrl.services.rollouter.parts import RollouterParts
+from asyncrl.services.rollouter.pulse import Pulse
+
+log = logging.getLogger(__name__)
+
+SCORED_AT_ONCE = 64
+LOOK_AGAIN_SECONDS = 1.0
+CONFIRM_TIMEOUTS = 2  # the last version is waited for by so many times sync.timeout_seconds
+RID_PREFIX = "eval"
+EVAL_EPOCH = -1  # in ids of evaluation, which never reach the ledger
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation. `step`: steps finished when it began; score: mean over `samples` scored responses, None when there is none;
+    `failed`: responses wanted and not scored; the versions are those that its tokens were sampled under."""
+
+    step: int
+    score: float | None
+    samples: int
+    failed: int
+    version_min: int | None
+    version_max: int | None
+    response_tokens_mean: float
+    seconds: float
+
+
+def is_evaluation(rid: str) -> bool:
+    """Whether a request id is one of an evaluation's."""
+    return rid.startswith(RID_PREFIX)
+
+
+def samples_in_turn(num_prompts: int, samples: int) -> list[int]:
+    """How many responses each prompt is asked for: their sum is `samples`, no two differ by more than one, the first have
+    more."""
+    least, more = divmod(samples, num_prompts)
+    return [least + (index < more) for index in range(num_prompts)]
+
+
+class Evaluator:
+    """Runs evaluations, one at a time. `room()`: places that no rollout waits for; `confirmed()`: the version that every server
+    taking traffic has confirmed."""
+
+    def __init__(
+        self,
+        config: Config,
+        parts: RollouterParts,
+        *,
+        places: Places,
+        room: Callable[[], int],
+        confirmed: Callable[[], int | None],
+        finished_steps: Callable[[], int],
+        pulse: Pulse,
+        clock: Clock,
+    ):
+        self._config, self._parts = config, parts
+        self._places, self._room, self._confirmed, self._finished_steps = places, room, confirmed, finished_steps
+        self._pulse, self._clock = pulse, clock
+        self._one_at_a_time = asyncio.Lock()
+        self._number = 0
+        self._tokens: dict[int, npt.NDArray[np.int32]] = {}
+        self._first: EvalRecord | None = None
+        self._last: EvalRecord | None = None
+        self.history: list[EvalRecord] = []
+
+    async def evaluate_first(self) -> None:
+        self._first = await self._evaluate()
+
+    async def run_schedule(self, over: Callable[[], bool]) -> None:
+        """Every eval.every steps, until `over()`; a step that passes while one is running is not made up for."""
+        every, steps = self._config.eval.every, self._config.training.steps
+        due = every
+        while not over():
+            finished = self._finished_steps()
+            if due <= finished < steps:
+                due = (finished // every + 1) * every
+                await self._evaluate()
+            else:
+                await self._pulse.wait(LOOK_AGAIN_SECONDS)
+
+    async def evaluate_last(self, final_version: int | None) -> None:
+        """Once every server that takes traffic has confirmed the last version; without that, by a deadline, there is none."""
+        deadline = CONFIRM_TIMEOUTS * self._config.sync.timeout_seconds
+        ends = self._clock.now() + deadline
+        while final_version is not None and (self._confirmed() or 0) < final_version:
+            if self._clock.now() >= ends:
+                log.error("no last evaluation: after %.0f s not every server has confirmed version %d", deadline, final_version)
+                return
+            await self._pulse.wait(LOOK_AGAIN_SECONDS)
+        self._last = await self._evaluate()
+
+    async def _evaluate(self) -> EvalRecord:
+        """By a deadline: what is finished then is scored. Never raises for a failed sample, server or reward; an evaluation
+        without a scored sample is an error in the log."""
+        async with self._one_at_a_time:
+            return await self._evaluate_now(self._finished_steps())
+
+    async def _evaluate_now(self, step: int) -> EvalRecord:
+        rounds = 1 + math.ceil(self._config.eval.samples / self._places.total)
+        deadline_seconds = rounds * self._config.rollout.request_timeout_seconds
+        began = self._clock.now()
+        self._number += 1
+        finished: list[Trajectory] = []
+        failures: list[str] = []
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await self._generate(finished)
+        except TimeoutError:
+            failures.append(f"not all responses were there after {deadline_seconds:.0f} s")
+        failures += [trajectory.failure for trajectory in finished if trajectory.failure is not None]
+        generated = [trajectory for trajectory in finished if trajectory.failure is None]
+        scores = await self._score(generated, failures)
+        record = _record(step, generated, scores, self._config.eval.samples, self._clock.now() - began)
+        self.history.append(record)
+        self._report(record, failures)
+        return record
+
+    async def _generate(self, finished: list[Trajectory]) -> None:
+        """Append every response to `finished` as it comes."""
+        prompts = self._parts.eval_prompts[: self._config.eval.samples]
+        async with asyncio.TaskGroup() as requests:
+            for index, samples in enumerate(samples_in_turn(len(prompts), self._config.eval.samples)):
+                for members in parts_of_group(samples, self._places.total):
+                    while self._room() < len(members):
+                        await self._pulse.wait(LOOK_AGAIN_SECONDS)
+                    self._places.take(len(members))
+                    requests.create_task(self._ask(index, prompts[index], tuple(members), samples, finished))
+
+    async def _ask(self, index: int, prompt: Prompt, members: tuple[int, ...], samples: int, finished: list[Trajectory]) -> None:
+        left = len(members)
+        try:
+            async with aclosing(self._parts.agent.run(self._task(index, prompt, members, samples))) as trajectories:
+                async for trajectory in trajectories:
+                    finished.append(trajectory)
+                    left -= 1
+                    self._places.give(1)
+        finally:
+            self._places.give(left)
+
+    def _task(self, index: int, prompt: Prompt, members: tuple[int, ...], samples: int) -> Task:
+        rollout = self._config.rollout
+        if index not in self._tokens:
+            self._tokens[index] = np.asarray(self._parts.tokenizer.encode_prompt(prompt.prompt), np.int32)
+        return Task(
+            id=GroupId(EVAL_EPOCH, prompt.row, 0),
+            group_size=samples,
+            members=members,
+            start_version=0,
+            prompt=prompt,
+            prompt_tokens=self._tokens[index],
+            sampling=SamplingParams(
+                max_new_tokens=prompt.sampling.get("max_new_tokens", rollout.max_response_tokens),
+                temperature=self._config.eval.temperature,
+                ignore_eos=prompt.sampling.get("ignore_eos", False),
+            ),
+            max_response_tokens=rollout.max_response_tokens,
+            run_seed=seed_of(self._config.seed, "eval"),
+            timeout_seconds=rollout.request_timeout_seconds,
+            retries=rollout.generation_retries,
+            rid_prefix=f"{RID_PREFIX}{self._number}:",
+        )
+
+    async def _score(self, generated: Sequence[Trajectory], failures: list[str]) -> list[float]:
+        reward = self._config.reward
+        scores: list[float] = []
+        for first in range(0, len(generated), SCORED_AT_ONCE):
+            chunk = generated[first : first + SCORED_AT_ONCE]
+            timeout = reward.timeout_seconds * (len(chunk) + 1)
+            try:
+                answers = await self._parts.scorer.score([_item(trajectory) for trajectory in chunk], timeout)
+            except AsyncrlError as error:
+                failures.append(f"scoring: {type(error).__name__}: {error}")
+                continue
+            for answer in answers:
+                if answer.get("score") is not None:
+                    scores.append(float(answer["score"]))
+                else:
+                    failures.append(str(answer.get("failure") or "no score"))
+        return scores
+
+    def _report(self, record: EvalRecord, failures: Sequence[str]) -> None:
+        if record.score is None:
+            log.error("the evaluation after step %d scored no sample: %s", record.step, failures[0] if failures else "no sample")
+        else:
+            log.info("evaluation after step %d: %.4f over %d samples", record.step, record.score, record.samples)
+            if failures:
+                log.warning("%d samples of that evaluation failed, the first because: %s", record.failed, failures[0])
+        figures = {key: value for key, value in asdict(record).items() if key != "step" and value is not None}
+        self._parts.tracker.log("eval", record.step, {f"eval/{key}": float(value) for key, value in figures.items()})
+
+    def summary(self) -> dict[str, Any]:
+        """`first` and `last`: scores, null where that evaluation did not take place or scored nothing."""
+        return {
+            "first": self._first.score if self._first else None,
+            "last": self._last.score if self._last else None,
+            "history": [asdict(record) for record in self.history],
+        }
+
+
+def _item(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "prompt": trajectory.prompt,
+        "response": trajectory.response,
+        "ground_truth": trajectory.ground_truth,
+        "extra_info": trajectory.extra_info,
+        "messages": trajectory.messages,
+        "tool_calls": trajectory.tool_calls,
+        "finish_reason": trajectory.finish_reason,
+    }
+
+
+def _record(step: int, generated: Sequence[Trajectory], scores: Sequence[float], wanted: int, seconds: float) -> EvalRecord:
+    versions = [trajectory.versions[trajectory.loss_mask] for trajectory in generated if trajectory.loss_mask.any()]
+    tokens = sum(len(trajectory.response_tokens) for trajectory in generated)
+    return EvalRecord(
+        step=step,
+        score=sum(scores) / len(scores) if scores else None,
+        samples=len(scores),
+        failed=wanted - len(scores),
+        version_min=min((int(part.min()) for part in versions), default=None),
+        version_max=max((int(part.max()) for part in versions), default=None),
+        response_tokens_mean=tokens / len(generated) if generated else 0.0,
+        seconds=seconds,
+    )

@@ -1,0 +1,118 @@
+"""Generating dispatched groups, each in a task of its own, within the places that all share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.agents import Agent, Task
+from asyncrl.config.schema import Config
+from asyncrl.messages import GroupId, Trajectory
+from asyncrl.protocols import Prompt, SamplingParams
+from asyncrl.scheduling.admission import parts_of_group
+
+
+class Places:
+    """rollout.max_concurrent, as places: one per trajectory being generated. `taken` never passes `total`. Rollouts and
+    evaluation share them; who may take how many is decided by `scheduling.admission`. `on_change(taken)` is told of every
+    change."""
+
+    def __init__(self, total: int, on_change: Callable[[int], None] = lambda taken: None):
+        self.total = total
+        self.taken = 0
+        self._on_change = on_change
+
+    @property
+    def free(self) -> int:
+        return self.total - self.taken
+
+    def take(self, places: int) -> None:
+        self.taken += places
+        assert self.taken <= self.total, (self.taken, self.total)
+        self._on_change(self.taken)
+
+    def give(self, places: int) -> None:
+        if places:
+            self.taken -= places
+            assert self.taken >= 0, self.taken
+            self._on_change(self.taken)
+
+
+@dataclass(frozen=True)
+class StartedGroup:
+    """A group that stands in the ledger. prompt_tokens int32[P]."""
+
+    id: GroupId
+    prompt: Prompt
+    prompt_tokens: npt.NDArray[np.int32]
+    start_version: int
+
+
+class Generation:
+    """Each member is handed to `finished` as soon as it is there. A group larger than all places runs in parts, one after the
+    other."""
+
+    def __init__(self, config: Config, agent: Agent, places: Places, finished: Callable[[Trajectory], None]):
+        self._config, self._agent, self._places, self._finished = config, agent, places, finished
+        self._parts = parts_of_group(config.rollout.group_size, places.total)
+        self._tasks: dict[GroupId, asyncio.Task[None]] = {}
+        self._held: dict[GroupId, int] = {}  # places of each group that still has them
+
+    def reserve(self, id: GroupId) -> None:
+        """Take the places of a group that is about to be dispatched."""
+        self._held[id] = len(self._parts[0])
+        self._places.take(self._held[id])
+
+    def start(self, group: StartedGroup, tasks: asyncio.TaskGroup) -> None:
+        """Begin to generate a reserved group, unless it was cut short already."""
+        if group.id in self._held:
+            task = tasks.create_task(self._generate(group), name=f"group {group.id}")
+            self._tasks[group.id] = task
+            task.add_done_callback(lambda _: self.cut_short(group.id))
+
+    def cut_short(self, id: GroupId) -> None:
+        """No further member is needed, and the group's places are free."""
+        if task := self._tasks.pop(id, None):
+            task.cancel()
+        self._places.give(self._held.pop(id, 0))
+
+    async def _generate(self, group: StartedGroup) -> None:
+        for part in self._parts:
+            is_last = part is self._parts[-1]
+            self._give(group.id, self._held[group.id] - len(part) if is_last else 0)
+            async with aclosing(self._agent.run(self._task(group, tuple(part)))) as trajectories:
+                async for trajectory in trajectories:
+                    self._finished(trajectory)
+                    self._give(group.id, 1 if is_last else 0)
+
+    def _give(self, id: GroupId, places: int) -> None:
+        self._held[id] -= places
+        self._places.give(places)
+
+    def _task(self, group: StartedGroup, members: tuple[int, ...]) -> Task:
+        rollout = self._config.rollout
+        own = group.prompt.sampling
+        return Task(
+            id=group.id,
+            group_size=rollout.group_size,
+            members=members,
+            start_version=group.start_version,
+            prompt=group.prompt,
+            prompt_tokens=group.prompt_tokens,
+            sampling=SamplingParams(
+                max_new_tokens=own.get("max_new_tokens", rollout.max_response_tokens),
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                ignore_eos=own.get("ignore_eos", False),
+            ),
+            max_response_tokens=rollout.max_response_tokens,
+            run_seed=self._config.seed,
+            timeout_seconds=rollout.request_timeout_seconds,
+            retries=rollout.generation_retries,
+        )

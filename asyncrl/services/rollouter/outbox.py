@@ -1,0 +1,80 @@
+"""The outbox: finished trajectories on their way into the queue. Everything that is finished goes out in one send."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from asyncrl.clock import IdleMeter
+from asyncrl.errors import MessageTooLarge
+from asyncrl.messages import Trajectory
+from asyncrl.protocols import Sender
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """`accepted(trajectories)` is told what the queue has taken in. Its size is bounded by the admitted groups, whose
+    members each stand here at most once; time spent in a send counts as waiting for ``rollouts``."""
+
+    def __init__(self, sender: Sender, accepted: Callable[[Sequence[Trajectory]], None], blocked: IdleMeter):
+        self._sender, self._accepted, self._blocked = sender, accepted, blocked
+        self._waiting: list[Trajectory] = []
+        self._filled = asyncio.Event()
+        self.closed = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, trajectory: Trajectory) -> None:
+        self._waiting.append(trajectory)
+        self._filled.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._filled.wait()
+            batch, self._waiting = self._waiting, []
+            self._filled.clear()
+            with self._blocked.waiting("rollouts"):
+                await self._send(batch)
+            self._accepted(batch)
+
+    async def close(self) -> None:
+        """End the stream, once."""
+        if not self.closed:
+            self.closed = True
+            await self._sender.close()
+
+    async def _send(self, batch: Sequence[Trajectory]) -> None:
+        try:
+            await self._sender.send(batch)
+        except MessageTooLarge:  # one by one, so that only the large one is lost; second copies are dropped by their ids
+            for trajectory in batch:
+                await self._send_or_fail(trajectory)
+
+    async def _send_or_fail(self, trajectory: Trajectory) -> None:
+        try:
+            await self._sender.send([trajectory])
+        except MessageTooLarge as error:
+            log.warning("%s failed: %s", trajectory.id, error)
+            await self._sender.send([_without_response(trajectory, str(error))])
+
+
+def _without_response(trajectory: Trajectory, failure: str) -> Trajectory:
+    return dataclasses.replace(
+        trajectory,
+        response_tokens=np.empty(0, np.int32),
+        loss_mask=np.empty(0, np.bool_),
+        log_probs=np.empty(0, np.float32),
+        versions=np.empty(0, np.int32),
+        finish_reason="failed",
+        response="",
+        extra_info={},
+        messages=[],
+        tool_calls=[],
+        failure=failure,
+    )

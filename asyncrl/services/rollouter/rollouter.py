@@ -1,0 +1,362 @@
+"""The rollouter service.
+
+    ledger ──watch──▶ b, ends, reissues ─┐
+    fleet  ──watch──▶ v, servers ────────┼─▶ admit ──dispatch──▶ generate × groups ──▶ outbox ──▶ topic rollouts
+                                         └─▶ evaluate, in places that rollouts leave free
+
+loop          consumes                   waits for                                      is unblocked by
+admit         prompt source, reissues    the bound, free places, a confirmed version    a step, an end, a member finished
+generate ×n   one dispatched group       its responses                                  the servers, or request_timeout_seconds
+outbox        finished members           one, then room in the queue                    generate; the Reward front taking messages
+watch ledger  ledger events              the next event                                 trainer and Reward front
+watch fleet   fleet views                the next view                                  ParameterSync
+evaluate      held-out prompts           eval.every steps, then free places             step finished, member finished
+report        figures                    a second                                       the clock
+
+Invariant: a group generates only after its dispatch stands in the ledger, and `live < ((min(v + 1 + η)·P, steps) − b)·G`
+held when it was dispatched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl.clock import Clock
+from asyncrl.config.schema import Config
+from asyncrl.data import TableSource, check_longest_prompts, check_prompt
+from asyncrl.errors import DeadlineExceeded, RemoteError
+from asyncrl.messages import GroupId, Trajectory
+from asyncrl.protocols import Dispatch, End, FleetView, LedgerEvents, Prompt
+from asyncrl.scheduling.admission import groups_that_fit, may_start, places_left_for_evaluation
+from asyncrl.services.rollouter.evaluation import Evaluator, is_evaluation
+from asyncrl.services.rollouter.figures import Figures
+from asyncrl.services.rollouter.generation import Generation, Places, StartedGroup
+from asyncrl.services.rollouter.groups import GroupTable
+from asyncrl.services.rollouter.outbox import Outbox
+from asyncrl.services.rollouter.parts import RollouterParts
+from asyncrl.services.rollouter.pulse import Pulse
+from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.transport.rpc import RpcServer
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 5.0  # one long poll
+REPORT_SECONDS = 1.0
+LOOK_AGAIN_SECONDS = 5.0  # every wait for a change looks again after this, whatever was missed
+
+
+class Rollouter:
+    """See the module's docstring, and `Service`. `connect` makes the parts once the others' addresses are known."""
+
+    name = "rollouter"
+
+    def __init__(self, config: Config, connect: Callable[[AddressBook], Awaitable[RollouterParts]], *, clock: Clock):
+        self._config, self._connect, self._clock = config, connect, clock
+        self._rpc: RpcServer | None = None
+        self._state = "starting"
+        self._pulse = Pulse()
+        self._figures = Figures(clock)
+        self._places = Places(config.rollout.max_concurrent, self._places_changed)
+        self._groups = GroupTable(config.rollout.group_size)
+        self._fleet: FleetView | None = None
+        self._events = LedgerEvents(seq=0, ended=(), finished_steps=0)
+        self._data_ended = self._stop_asked = False
+        self._parts: RollouterParts
+        self._generation: Generation
+        self._outbox: Outbox
+        self._evaluator: Evaluator | None = None
+
+    async def start(self) -> dict[str, str]:
+        self._rpc = service_rpc(self, {"in_flight": self.in_flight})
+        return {"rpc": await self._rpc.start()}
+
+    async def run(self, book: AddressBook) -> None:
+        self._take_parts(await self._connect(book))
+        self._check_data()
+        loops = [self._outbox.run, self._watch_ledger, self._watch_fleet, self._report, self._evaluate]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(loop(), name=loop.__name__) for loop in loops]
+                await self._work(tasks)
+                for task in background:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            raise _first_leaf(group) from group
+        finally:
+            self._state = "done"
+            await self._parts.engine.close()
+
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        """From the first confirmed version to the end of training."""
+        self._state = "waiting for servers"
+        while self._confirmed is None and not self._over:
+            await self._pulse.wait(LOOK_AGAIN_SECONDS)
+        if self._evaluator and not self._over:
+            self._state = "evaluating"
+            await self._until_over(self._evaluator.evaluate_first())
+        self._state = "generating"
+        while not self._over:
+            if await self._start_groups(tasks):
+                continue
+            if self._nothing_will_come:
+                await self._outbox.close()
+            await self._wait_for_change()
+        await self._abort_what_is_left()
+        if self._evaluator and not self._stop_asked:
+            self._state = "evaluating"
+            await self._evaluator.evaluate_last(self._events.final_version)
+        await self._outbox.close()
+
+    async def stop(self) -> None:
+        self._stop_asked = True
+        self._pulse.beat()
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "state": self._state,
+            "version": self._confirmed,
+            "waiting_for": self._why_waiting() if self._state == "generating" else None,
+            "live_groups": self._groups.live,
+            "groups_in_flight": self._groups.num_in_flight,
+            "generating": self._places.taken,
+            **self._figures.totals(),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        evaluation = self._evaluator.summary() if self._evaluator else {"first": None, "last": None, "history": []}
+        return {"eval": evaluation, **self._figures.summary()}
+
+    def in_flight(self) -> list[str]:
+        """Ids of the live groups that have a member whose trajectory the queue has not accepted yet, from just before their
+        dispatch.
+
+        The Reward front's `in_flight` has the groups of which it holds a member; a group may be in both. At rest, with nothing on
+        the way in the topic `rollouts`, their union is what the ledger calls in flight.
+        """
+        return [str(id) for id in self._groups.in_flight()]
+
+    # Admission
+
+    async def _start_groups(self, tasks: asyncio.TaskGroup) -> int:
+        """Dispatch all groups that may start now, in one call, and begin to generate them. Returns how many."""
+        rollout = self._config.rollout
+        fit = groups_that_fit(self._places.free, rollout.group_size, rollout.max_concurrent)
+        started = self._draw(min(self._startable, fit))
+        if not started:
+            return 0
+        for group in started:
+            self._groups.start(group.id, group.prompt)
+            self._generation.reserve(group.id)
+        dispatches = [Dispatch(group.id, group.start_version) for group in started]
+        await self._parts.ledger.dispatch(dispatches, self._parts.source.cursor())
+        for group in started:
+            self._generation.start(group, tasks)
+        return len(started)
+
+    def _draw(self, count: int) -> list[StartedGroup]:
+        """Reissues first, then new rows."""
+        drawn: list[StartedGroup] = []
+        while len(drawn) < count:
+            if reissue := self._groups.next_reissue():
+                drawn.append(self._prepared(*reissue))
+            elif not self._data_ended and (row := self._parts.source.next()) is not None:
+                epoch, prompt = row
+                drawn.append(self._prepared(GroupId(epoch, prompt.row, 0), prompt))
+            else:
+                self._data_ended = True
+                break
+        return drawn
+
+    def _prepared(self, id: GroupId, prompt: Prompt) -> StartedGroup:
+        """Raises UserError for a prompt that this run has no room for."""
+        tokens = np.asarray(self._parts.tokenizer.encode_prompt(prompt.prompt), np.int32)
+        check_prompt(prompt, len(tokens), **self._limits, key="data.train")
+        assert self._confirmed is not None
+        return StartedGroup(id, prompt, tokens, self._confirmed)
+
+    @property
+    def _startable(self) -> int:
+        """Groups that the bound lets start, places and data aside."""
+        config = self._config
+        if self._over or self._outbox.closed or self._state != "generating":
+            return 0
+        return may_start(
+            self._confirmed,
+            config.rollout.max_staleness,
+            config.training.publish_every,
+            self._events.finished_steps,
+            config.training.steps,
+            config.training.groups_per_step,
+            self._groups.live,
+        )
+
+    def _room_for_evaluation(self) -> int:
+        wanted = min(self._startable, self._groups.reissues_waiting) if self._data_ended else self._startable
+        return places_left_for_evaluation(self._places.free, wanted, self._config.rollout.group_size)
+
+    @property
+    def _nothing_will_come(self) -> bool:
+        """The data has ended and every member is handed over. Where groups may be issued again, the trainer is first let
+        take what makes a whole batch; a group that expires in the last, partial one is not issued again."""
+        if not self._data_ended or self._groups.num_in_flight or self._groups.reissues_waiting:
+            return False
+        return self._config.rollout.on_stale != "reissue" or self._groups.live < self._config.training.groups_per_step
+
+    async def _wait_for_change(self) -> None:
+        reason = self._why_waiting()
+        self._figures.idle_because(reason)
+        with self._figures.waits.waiting(reason):
+            await self._pulse.wait(LOOK_AGAIN_SECONDS)
+
+    def _why_waiting(self) -> str:
+        """The reason under which admission waits, and idle time is booked."""
+        if self._state != "generating":
+            return self._state
+        if self._data_ended and not self._groups.reissues_waiting:
+            return "end of data"
+        if self._confirmed is None:
+            return "no server"
+        if self._startable:
+            return "places"
+        wanted = (self._config.training.steps - self._events.finished_steps) * self._config.training.groups_per_step
+        return "last steps" if self._groups.live >= wanted else "staleness bound"
+
+    async def _abort_what_is_left(self) -> None:
+        """At a normal end nothing is. After a stop the ledger keeps what is left as in flight."""
+        left = self._groups.in_flight()
+        if rids := [rid for rid in self._parts.agent.active if not is_evaluation(rid)]:
+            await self._parts.engine.abort(rids)
+        for id in left:
+            self._generation.cut_short(id)
+        if left and self._events.training_done:
+            log.warning("%d groups were in flight when training ended, the first is %s", len(left), left[0])
+            try:
+                await self._parts.ledger.end([End(id, "failed", "training is over") for id in left])
+            except RemoteError as error:  # the Reward front ended one of them at the same moment
+                log.warning("they keep the state that the ledger has: %s", error)
+
+    # Evaluation
+
+    async def _evaluate(self) -> None:
+        """Every eval.every steps, beside the rollouts."""
+        if self._evaluator and self._config.eval.every:
+            await self._evaluator.run_schedule(over=lambda: self._over)
+
+    async def _until_over(self, work: Awaitable[Any]) -> None:
+        """Await `work`, but not past a stop or the end of training."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done() and not self._over:
+                waiting = asyncio.ensure_future(self._pulse.wait(LOOK_AGAIN_SECONDS))
+                await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+            if task.done():
+                task.result()
+        finally:
+            task.cancel()
+
+    # Watching and reporting
+
+    async def _watch_ledger(self) -> None:
+        while True:
+            try:
+                events = await self._parts.ledger.watch(self._events.seq, WATCH_SECONDS)
+            except DeadlineExceeded as error:  # a dead process ends the run through the supervisor; a slow one is asked again
+                log.warning("the ledger is silent: %s", error)
+                continue
+            self._events = events
+            for id in self._groups.end(events.ended, self._parts.source.row):
+                self._generation.cut_short(id)
+            self._pulse.beat()
+
+    async def _watch_fleet(self) -> None:
+        seq = -1
+        while True:
+            try:
+                view = await self._parts.fleet.watch(seq, WATCH_SECONDS)
+            except DeadlineExceeded as error:
+                log.warning("ParameterSync is silent: %s", error)
+                continue
+            seq, self._fleet = view.seq, view
+            self._parts.on_fleet(view)
+            self._pulse.beat()
+
+    async def _report(self) -> None:
+        number = 0
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            number += 1
+            live, in_flight, outbox = self._groups.live, self._groups.num_in_flight, len(self._outbox)
+            self._parts.tracker.log("rollouter", number, self._figures.report(live=live, in_flight=in_flight, outbox=outbox))
+
+    @property
+    def _confirmed(self) -> int | None:
+        """The version that every server taking traffic has confirmed; None while none takes any."""
+        if self._fleet is None or not any(server.takes_traffic for server in self._fleet.servers):
+            return None
+        return self._fleet.confirmed
+
+    @property
+    def _over(self) -> bool:
+        return self._stop_asked or self._events.training_done
+
+    # Parts
+
+    def _take_parts(self, parts: RollouterParts) -> None:
+        self._parts = parts
+        self._figures.restart()
+        self._outbox = Outbox(parts.sender, self._accepted, self._figures.blocked)
+        self._generation = Generation(self._config, parts.agent, self._places, self._finished)
+        if parts.eval_prompts:
+            self._evaluator = Evaluator(
+                self._config,
+                parts,
+                places=self._places,
+                room=self._room_for_evaluation,
+                confirmed=lambda: self._confirmed,
+                finished_steps=lambda: self._events.finished_steps,
+                pulse=self._pulse,
+                clock=self._clock,
+            )
+
+    def _check_data(self) -> None:
+        """Refuse rows that the run has no room for, as far as can be seen before anything starts."""
+        parts = self._parts
+        train = parts.source.prompts if isinstance(parts.source, TableSource) else ()
+        for key, prompts in (("data.train", train), ("data.eval", parts.eval_prompts)):
+            check_longest_prompts(prompts, parts.tokenizer.encode_prompt, **self._limits, key=key)
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        rollout = self._config.rollout
+        return {"max_prompt_tokens": rollout.max_prompt_tokens, "max_response_tokens": rollout.max_response_tokens}
+
+    def _finished(self, trajectory: Trajectory) -> None:
+        self._figures.take(trajectory)
+        if trajectory.failure is not None:
+            log.warning("%s failed: %s", trajectory.id, trajectory.failure)
+        self._outbox.put(trajectory)
+
+    def _accepted(self, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories:
+            self._groups.accepted(trajectory.id.group)
+        self._pulse.beat()
+
+    def _places_changed(self, taken: int) -> None:
+        if not taken:
+            self._figures.idle_because(self._why_waiting())
+        self._figures.set_active(taken)
+        self._pulse.beat()
+
+
+def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that made the loops end."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
