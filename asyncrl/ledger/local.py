@@ -28,6 +28,7 @@ class LocalLedgerClient:
     def __init__(self, writer: LedgerWriter | None = None):
         self.attempts = Attempts()
         self.failure: LedgerError | None = None
+        self.num_watching = 0
         self._writer: LedgerWriter | None = None
         if writer is not None:
             self.write_to(writer)
@@ -63,11 +64,14 @@ class LocalLedgerClient:
 
     async def watch(self, since: int, timeout: float) -> LedgerEvents:
         if self.attempts.seq <= since and self.failure is None:
+            self.num_watching += 1
             try:
                 async with asyncio.timeout(timeout):
                     await self._changed.wait()
             except TimeoutError:
                 pass
+            finally:
+                self.num_watching -= 1
         self._raise_failure()
         return self.attempts.events(since)
 
