@@ -166,17 +166,22 @@ class ParameterSyncService:
 
     async def wait_confirmed(self, incarnation: int, version: int, patience: float) -> bool:
         """Until every server that takes traffic confirmed `version`; False after `patience` seconds."""
+        return await self._until(lambda: self.is_confirmed(incarnation, version), patience)
+
+    def is_confirmed(self, incarnation: int, version: int) -> bool:
+        """Whether every server that takes traffic, and there is one, confirmed `version` now."""
         self._fleet.check_incarnation(incarnation)
-        return await self._until(lambda: self._fleet.is_confirmed(version), patience)
+        return self._fleet.is_confirmed(version)
 
     # Remote calls: everybody else
 
     async def fleet(self, since: int, patience: float) -> dict[str, Any]:
-        """The fleet's view as soon as its seq passes `since`, or after `patience` seconds."""
-        await self._until(lambda: self._fleet.view().seq > since, patience)
-        return view_to_wire(self._fleet.view())
+        """`watch`, as plain values."""
+        return view_to_wire(await self.watch(since, patience))
 
-    def view(self) -> FleetView:
+    async def watch(self, since: int, timeout: float) -> FleetView:
+        """The fleet's view as soon as its seq passes `since`, or after `timeout` seconds."""
+        await self._until(lambda: self._fleet.view().seq > since, timeout)
         return self._fleet.view()
 
     async def add_server(self, name: str, http: str, weights: str) -> None:
