@@ -17,8 +17,8 @@ from asyncrl.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Explanation:
-    """default: YAML text, or None where the field is required or has parts. choices: each name with its sentence, or with "" where
-    there is none. parts: keys below, each with its sentence."""
+    """default: YAML text, or None where the field is required or has parts. choices: each name with its sentence, or with ""
+    where there is none. parts: keys below, each with its sentence."""
 
     key: str
     sentence: str
@@ -35,13 +35,12 @@ class Explanation:
         }  # fmt: skip
 
 
-def explain(key: str) -> Explanation:
+def explain_key(key: str) -> Explanation:
     """Raises ConfigError that names the nearest key for one that is none."""
     try:
         at = node(key)
     except KeyError as error:
-        unknown = str(error.args[0])
-        raise ConfigError([Problem(key, f"{key} is not a known key: the nearest known one is {nearest_key(unknown)}")]) from None
+        raise ConfigError([Problem(key, f"{key} is not a known key: the nearest known one is {_nearest(key, error)}")]) from None
     return Explanation(
         key=at.key,
         sentence=" ".join(dict.fromkeys(variant.description or "" for variant in at.variants)),
@@ -51,6 +50,16 @@ def explain(key: str) -> Explanation:
         choices=_choices(at),
         parts=tuple((child.key, _sentence_of_part(at, name, child)) for name, child in at.children().items() if name != "name"),
     )
+
+
+def _nearest(key: str, error: KeyError) -> str:
+    """The nearest key part by part: a section that is misspelt does not hide what stands below it."""
+    unknown = str(error.args[0])
+    found, below = nearest_key(unknown), key[len(unknown) :]
+    try:
+        return node(found + below).key
+    except KeyError as deeper:
+        return nearest_key(str(deeper.args[0])) if node(found).models else found
 
 
 def _default(at: Node) -> str | None:

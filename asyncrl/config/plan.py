@@ -50,7 +50,9 @@ def make_plan(config: Config, facts: Facts) -> Plan:
     total = None if None in known else sum(bytes_ for bytes_ in known if bytes_ is not None) + RAY_ITSELF
     notes = advice(config, facts)
     if total is not None and facts.memory_bytes is not None and total > facts.memory_bytes:
-        notes.append(f"the estimate, {total / 1e9:.1f} GB, is more than this machine's {facts.memory_bytes / 1e9:.1f} GB of memory")
+        notes.append(
+            f"the estimate, {total / 1e9:.1f} GB, is more than this machine's {facts.memory_bytes / 1e9:.1f} GB of memory"
+        )
     model = facts.model or ModelFacts()
     return Plan(
         name=config.name,
@@ -109,12 +111,20 @@ def _processes(config: Config, facts: Facts) -> list[PlannedProcess]:
         planned.append(PlannedProcess(f"reward/{worker}", "runs reward functions", "cpu", local, 2 * PLAIN_PROCESS))
     for rank in range(config.training.ranks):
         planned.append(
-            PlannedProcess(f"trainer/{rank}", "trains", _device(rank, gpus), "one port, and one of the process group", _trainer(config, facts))
+            PlannedProcess(
+                f"trainer/{rank}",
+                "trains",
+                _device(rank, gpus),
+                "one port, and one of the process group",
+                _trainer(config, facts),
+            )
         )
     for server in range(config.inference.servers):
         device = _device(config.training.ranks + server, gpus)
         planned.append(
-            PlannedProcess(f"inference/{server}", "generates", device, "three ports, chosen when it starts", _server(config, facts))
+            PlannedProcess(
+                f"inference/{server}", "generates", device, "three ports, chosen when it starts", _server(config, facts)
+            )
         )
     return planned
 

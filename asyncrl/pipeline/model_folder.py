@@ -19,7 +19,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 HUB_REACH_SECONDS = 3.0
 
 
-def read_model(path: str, tokenizer: str | None = None) -> ModelFacts:
+def read_model(path: str, *, needs_tokenizer: bool = True) -> ModelFacts:
     """The facts of a built-in, a folder or a hub name. Raises UserError, naming what is missing or unreadable and the fix."""
     if path.startswith(BUILTIN_PREFIX):
         if path not in BUILTIN_MODELS:
@@ -29,7 +29,7 @@ def read_model(path: str, tokenizer: str | None = None) -> ModelFacts:
         return BUILTIN_MODELS[path]
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return _folder_facts(folder, tokenizer)
+        return _folder_facts(folder, needs_tokenizer)
     if folder.exists():
         raise UserError(f"model.path is {path}, a file: give the folder that holds config.json and the weights")
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
@@ -38,14 +38,14 @@ def read_model(path: str, tokenizer: str | None = None) -> ModelFacts:
     return _config_facts(_json(_hub_config(path), path), parameters=None)
 
 
-def _folder_facts(folder: Path, tokenizer: str | None) -> ModelFacts:
+def _folder_facts(folder: Path, needs_tokenizer: bool) -> ModelFacts:
     config_file = folder / "config.json"
     weights = [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
     if not config_file.is_file():
         raise UserError(f"model.path is {folder}, which has no config.json: give a folder that `save_pretrained` wrote")
     if not weights:
         raise UserError(f"model.path is {folder}, which has no weights (*.safetensors): copy them beside its config.json")
-    if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZERS):
+    if needs_tokenizer and not any((folder / name).is_file() for name in TOKENIZERS):
         raise UserError(
             f"model.path is {folder}, which has no tokenizer (tokenizer.json): copy it beside config.json, or set "
             "model.tokenizer to where it lies"

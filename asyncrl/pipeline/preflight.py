@@ -83,7 +83,7 @@ def _model(config: Config, problems: list[Problem]) -> ModelFacts | None:
         message = f"model.tokenizer is {tokenizer}, and there is no such folder: give the folder that holds tokenizer.json"
         problems.append(Problem("model.tokenizer", message))
     try:
-        return read_model(config.model.path, tokenizer)
+        return read_model(config.model.path, needs_tokenizer=tokenizer is None)
     except UserError as error:
         problems.append(Problem("model.path", str(error)))
         return None

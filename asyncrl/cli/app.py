@@ -1,0 +1,141 @@
+"""Commands and their options. Bodies import what they need, so that `asyncrl --help` costs little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+app = typer.Typer(
+    name="asyncrl",
+    help="Reinforcement learning for language models as a fully asynchronous streaming pipeline.",
+    epilog="Start with: asyncrl launch pipelines/quickstart.yaml",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 (typer reads the annotation at run time)
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one key, value in YAML: --set training.steps=20. May be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text, errors too.")]
+PipelineFile = Annotated[Path, typer.Argument(metavar="FILE", help="A pipeline file, such as pipelines/quickstart.yaml.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+@app.command(short_help="Run a pipeline.")
+def launch(
+    file: PipelineFile,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--run-dir", metavar="DIR", help="A new or empty folder for the run; default runs/<name>-<time>."),
+    ] = None,
+    resume: Annotated[
+        str, typer.Option("--resume", metavar="auto|never|DIR", help="What to do with an earlier run's checkpoints.")
+    ] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would start, and start nothing.")] = False,
+    json: AsJson = False,
+) -> int:
+    """Run a pipeline to its end. Ctrl-C ends it cleanly; a second Ctrl-C ends it at once.
+
+    Exit code 0: finished; 1: failed; 2: a mistake in the file or the options; 130: interrupted.
+    """
+    from asyncrl.cli.launching import launch
+
+    return launch(file, overrides or [], run_dir=run_dir, resume=resume, dry_run=dry_run, as_json=json)
+
+
+@app.command(short_help="Check a pipeline file, or explain a key.")
+def check(
+    file: Annotated[Optional[Path], typer.Argument(metavar="[FILE]", help="A pipeline file.")] = None,  # noqa: UP045
+    overrides: Overrides = None,
+    explain: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--explain", metavar="KEY", help="Say what a key means, what it takes and its default."),
+    ] = None,
+    json: AsJson = False,
+) -> int:
+    """Check a pipeline file, with everything that a launch would refuse; or explain a key. Starts nothing."""
+    from asyncrl.cli.checking import check
+
+    return check(file, overrides or [], explain=explain, as_json=json)
+
+
+@app.command(short_help="Show a run's state and its processes.")
+def status(run: RunDir, json: AsJson = False) -> int:
+    """Show a run's state, its figures and its processes; for a run that has ended, how it ended."""
+    from asyncrl.cli.watching import status
+
+    return status(run, as_json=json)
+
+
+@app.command(short_help="Watch a run live.")
+def top(
+    run: RunDir,
+    once: Annotated[bool, typer.Option("--once", help="Print once, as plain text, and leave.")] = False,
+    json: AsJson = False,
+) -> int:
+    """Watch a run: reward, staleness, queue depths, idle shares, tokens per second. Leave with Ctrl-C; the run goes on."""
+    from asyncrl.cli.watching import top
+
+    return top(run, once=once, as_json=json)
+
+
+@app.command(short_help="End a run cleanly.")
+def stop(
+    run: RunDir,
+    timeout: Annotated[float, typer.Option("--timeout", min=1.0, metavar="SECONDS", help="How long to wait for its end.")] = 90.0,
+    json: AsJson = False,
+) -> int:
+    """Ask a run to end, as interrupted, and wait until it has."""
+    from asyncrl.cli.watching import stop
+
+    return stop(run, timeout=timeout, as_json=json)
+
+
+@app.command(short_help="Hold a run's ledger against its witnesses.")
+def audit(run: RunDir, json: AsJson = False) -> int:
+    """Check that every prompt group that was dispatched is in exactly one place. Exit code 1 when one is in none or in two."""
+    from asyncrl.cli.auditing import audit
+
+    return audit(run, as_json=json)
+
+
+@app.command(short_help="Read what a run's model wrote.")
+def samples(
+    run: RunDir,
+    state: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--state", metavar="trained|failed", help="Only those that trained, or only those that failed."),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="The newest so many.")] = 10,
+    step: Annotated[Optional[int], typer.Option("--step", min=0, help="Only those of one step.")] = None,  # noqa: UP045
+    json: AsJson = False,
+) -> int:
+    """Read trained and failed trajectories as text, the newest last."""
+    from asyncrl.cli.samples import samples
+
+    return samples(run, state=state, limit=limit, step=step, as_json=json)
+
+
+@app.command(short_help="Serve a model with the embedded engine.")
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a hub name, or a built-in.")],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 30000,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="float32|bfloat16", help="Precision of the weights.")] = "float32",
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences decoded at once.")] = 64,
+    context_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--context-tokens", min=2, help="Room for prompt plus response; default: what the model has."),
+    ] = None,
+    json: AsJson = False,
+) -> int:
+    """Serve a model over SGLang's HTTP protocol, without a run. Ctrl-C ends it."""
+    from asyncrl.cli.serving import serve
+
+    return serve(model, port=port, host=host, dtype=dtype, max_batch=max_batch, context_tokens=context_tokens, as_json=json)

@@ -1,0 +1,125 @@
+"""`launch`: from a file to a finished run, with signals that end it cleanly and a last word that says what to try next."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from asyncrl.cli.boundary import EXIT_FAILED, EXIT_INTERRUPTED
+from asyncrl.cli.checking import plan_of, plan_text
+from asyncrl.cli.run_folder import RunFolder
+from asyncrl.cli.summary import summary_text
+from asyncrl.cli.words import print_json
+from asyncrl.errors import UserError
+from asyncrl.pipeline import Pipeline, Run
+
+EXIT_CODES = {"finished": 0, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}
+
+
+def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume: str, dry_run: bool, as_json: bool) -> int:
+    """Run the pipeline and return the exit code. Raises UserError for what is refused before anything starts."""
+    if resume not in ("auto", "never"):
+        raise UserError(f"--resume is {resume}, but checkpoints to resume from are not built yet: leave --resume out")
+    if dry_run:
+        plan = plan_of(file, overrides)
+        if as_json:
+            print_json(plan.to_mapping())
+        else:
+            print(plan_text(plan))
+        return 0
+    pipeline = Pipeline.from_yaml(file, overrides)
+    with _ending_on_signals() as ending:
+        run = pipeline.launch(run_dir, progress=not as_json)
+        ending.take(run)
+        if not as_json:
+            print(f"run directory: {_short(run.run_dir)}", flush=True)
+        summary = run.wait()
+    if as_json:
+        print_json({**summary, "run_dir": str(run.run_dir)})
+    else:
+        _last_word(file, run.run_dir, summary)
+    return EXIT_CODES[summary["status"]]
+
+
+class _Ending:
+    """The first signal asks the run to stop, as soon as there is one; the second ends this process and its children at once."""
+
+    def __init__(self) -> None:
+        self._run: Run | None = None
+        self._asked = False
+
+    def take(self, run: Run) -> None:
+        self._run = run
+        if self._asked:
+            run.stop()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self._asked:
+            _end_at_once(self._run)
+        self._asked = True
+        os.write(2, f"\n{name}: ending the run cleanly; once more ends it at once\n".encode())
+        if self._run is not None:
+            self._run.stop()
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[_Ending]:
+    ending = _Ending()
+    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup: a closed terminal is none of the run's business
+        del before[signal.SIGHUP]
+    for which in before:
+        signal.signal(which, ending.on_signal)
+    try:
+        yield ending
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
+
+def _end_at_once(run: Run | None) -> None:
+    """No summary and no farewell; still no process and no shared memory left behind."""
+    import psutil
+
+    from asyncrl.cluster.sweep import kill_with_children, remove_shared_memory
+
+    kill_with_children(psutil.Process().children(), wait_seconds=1.0)
+    started = RunFolder.open(run.run_dir).started if run is not None else None
+    if started is not None:
+        remove_shared_memory(started["run_id"])
+    os._exit(EXIT_INTERRUPTED)
+
+
+def _last_word(file: Path, run_dir: Path, summary: dict[str, Any]) -> None:
+    """What happened, and what to try next."""
+    status, folder = summary["status"], _short(run_dir)
+    if status == "failed":
+        print(f"error: the run failed after {summary['steps']} steps: {summary['error']}", file=sys.stderr)
+        print(f"logs: {folder}/logs; the whole summary: {folder}/summary.json", file=sys.stderr)
+        return
+    print()
+    print(summary_text(summary))
+    print()
+    print("what to try next:")
+    tries = [
+        (f"asyncrl samples {folder}", "read what the model wrote"),
+        (f"asyncrl audit {folder}", "where every prompt group went"),
+        (f"asyncrl launch {_short(file)} --set rollout.max_staleness=0", "the same on-policy: slower, nothing stale"),
+        ("asyncrl check --explain rollout.max_staleness", "what a key means"),
+    ]
+    width = max(len(command) for command, _ in tries)
+    for command, what in tries:
+        print(f"  {command.ljust(width)}   {what}")
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory where it lies below it."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,53 @@
+"""summary.json for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.cli.words import at, number, seconds
+
+ENDS = ("filtered", "failed", "expired", "queued", "in_flight")
+
+
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """The figures of an ended run, a line each; the first says how it ended."""
+    steps, version = summary["steps"], summary["policy_version"]
+    lines = [f"{summary['status']}: {steps} steps in {seconds(summary['wall_s'])}, policy version {version}"]
+    lines += [f"  {name.ljust(12)}{value}" for name, value in _figures(summary) if value is not None]
+    return "\n".join(lines)
+
+
+def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    return [
+        ("reward", _change(summary["reward"], "mean of the first and of the last steps")),
+        ("evaluation", _change(summary["eval"], "on prompts it never trained on")),
+        ("staleness", _staleness(summary["staleness"])),
+        ("groups", _groups(summary["samples"])),
+        ("new weights", _sync(summary["sync"])),
+    ]
+
+
+def _change(figure: Mapping[str, Any], what: str) -> str | None:
+    if figure.get("last") is None:
+        return None
+    return f"{number(figure.get('first'))} → {number(figure['last'])} ({what})"
+
+
+def _staleness(figure: Mapping[str, Any]) -> str | None:
+    if figure.get("max") is None:
+        return None
+    return f"mean {number(figure['mean'], 2)}, most {figure['max']:g} of the {figure['bound']} versions allowed"
+
+
+def _groups(samples: Mapping[str, Any]) -> str:
+    ends = [f"{samples[end]} {end.replace('_', ' ')}" for end in ENDS if samples.get(end)]
+    return ", ".join([f"{samples['dispatched']} dispatched", f"{samples['trained']} trained", *ends])
+
+
+def _sync(sync: Mapping[str, Any]) -> str | None:
+    pause = at(sync, "pause_ms", "p50")
+    if pause is None:
+        return None
+    verified = "verified" if sync.get("verified") else "NOT verified"
+    return f"{sync['count']} updates, {verified}; a server paused {number(pause, 1)} ms for each (median)"
