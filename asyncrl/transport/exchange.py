@@ -10,11 +10,12 @@ at one wake-up. All calls are made on one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from asyncrl.errors import TransportError
-from asyncrl.transport.topic import Acceptance, Incoming, MessageState, Session, Stored, Topic, TopicSpec
+from asyncrl.transport.records import Acceptance, Incoming, MessageState, Session, Stored, TopicSpec
+from asyncrl.transport.topic import Topic
 
 
 class Unsettled(NamedTuple):
@@ -59,18 +60,25 @@ class Exchange:
         self.lease_seconds = lease_seconds
         self.hooks: QueueHooks = hooks if hooks is not None else NoHooks()
         self.topics = {spec.name: Topic(spec, lease_seconds=lease_seconds) for spec in topics}
+        self.wake: Callable[[], None] = lambda: None  # whoever moves messages sets it: called when capacity may have become free
         self._just_accepted: dict[str, list[tuple[str, str]]] = {}
 
     # ── for the owner of the queue ───────────────────────────────────────────────────────────────────────────────────
 
     def settle(self, topic: str, message_ids: Iterable[str]) -> int:
-        """These messages are done with; returns how many were here. Credits that this frees are granted at the next wake-up."""
-        return self.topic(topic).settle(message_ids)
+        """These messages are done with; returns how many were here."""
+        settled = self.topic(topic).settle(message_ids)
+        if settled:
+            self.wake()
+        return settled
 
     def settle_group(self, group_id: str, topic: str | None = None) -> int:
         """Every message of this group is done with, in one topic or in all; returns how many were here."""
         names = self.topics if topic is None else (topic,)
-        return sum(self.topic(name).settle_group(group_id) for name in names)
+        settled = sum(self.topic(name).settle_group(group_id) for name in names)
+        if settled:
+            self.wake()
+        return settled
 
     def unsettled(self, topic: str) -> list[Unsettled]:
         """In order of acceptance."""

@@ -7,7 +7,7 @@
 
 Invariants, at every moment:
 
-- items granted and not yet sent + items accepted and never yet taken ≤ capacity_items, and the same sum in bytes ≤ capacity_bytes.
+- items granted and not yet sent + items accepted and never yet taken ≤ capacity_items; the same sum in bytes ≤ capacity_bytes.
   A message is outside the bound from its first taking on, also when its lease ended and it waits to be delivered again.
 - A sender's messages are numbered 0, 1, 2, … and become `handled` (accepted, dropped as a duplicate, or refused) strictly in
   that order. Credits are granted in the order of announcement, whoever announced, and nothing overtakes: nobody starves.
@@ -20,91 +20,11 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, NamedTuple
 
 from asyncrl.errors import MessageTooLarge, StreamClosed, TransportError
+from asyncrl.transport.records import Acceptance, Incoming, Progress, Session, Stored, TopicSpec, TopicStats
 
-MessageState = Literal["accepted", "taken", "returned"]
-Session = bytes  # one life of one sender or receiver
-
-
-@dataclass(frozen=True)
-class TopicSpec:
-    """What the queue is told of a topic. `producers`: every name that must close before the topic ends (none: it never ends)."""
-
-    name: str
-    capacity_items: int
-    capacity_bytes: int
-    producers: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        assert self.capacity_items >= 1, "a topic holds at least one item"
-        assert self.capacity_bytes >= 1, "a topic holds at least one byte"
-
-
-@dataclass(slots=True)
-class Stored:
-    """An accepted message. `sequence`: its place in the order of acceptance; `holder`: who has it on lease."""
-
-    sequence: int
-    message_id: str
-    group_id: str
-    payload: bytes
-    state: MessageState = "accepted"
-    holder: Session | None = None
-    redelivered: bool = False
-
-
-class Incoming(NamedTuple):
-    """A message as its sender wrote it."""
-
-    message_id: str
-    group_id: str
-    payload: bytes
-
-
-class Progress(NamedTuple):
-    """A sender's counts: messages announced, granted, handled so far; handled ≤ granted ≤ announced."""
-
-    announced: int
-    granted: int
-    handled: int
-
-
-@dataclass
-class Acceptance:
-    """What became of one write: (message_id, group_id) of the accepted, how many were duplicates, (number, reason) of the refused.
-    `out_of_turn`: the write, or its tail, came without credit or left a gap, and was ignored."""
-
-    accepted: list[tuple[str, str]] = field(default_factory=list)
-    duplicates: int = 0
-    refused: list[tuple[int, str]] = field(default_factory=list)
-    out_of_turn: bool = False
-
-
-@dataclass
-class TopicStats:
-    """Figures of one topic. depth and bytes count accepted, never yet taken messages; held: on lease; returned: waiting to be
-    delivered again; blocked_seconds: summed over senders, time with an announced message that had no credit; the rest are totals."""
-
-    depth: int = 0
-    max_depth: int = 0
-    bytes: int = 0
-    max_bytes: int = 0
-    held: int = 0
-    returned: int = 0
-    accepted: int = 0
-    accepted_bytes: int = 0
-    taken: int = 0
-    settled: int = 0
-    redelivered: int = 0
-    duplicates: int = 0
-    refused: int = 0
-    blocked_seconds: float = 0.0
-    leases_ended: int = 0
-
-    def to_mapping(self) -> dict[str, float]:
-        return asdict(self)
+__all__ = ["Topic", "TopicSpec"]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,391 @@
+"""The two ends of a topic over sockets: `protocols.queue.Sender` and `Receiver`.
+
+Whatever waits when the loop comes round goes out as one write. A sender that meets no congestion writes at once and lets the
+broker grant on the spot; once the broker held something back it announces first and writes what it is granted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from asyncrl.errors import FrameError, MessageTooLarge, StreamClosed, TransportError
+from asyncrl.protocols.queue import Delivery, Message
+from asyncrl.transport.envelopes import pack, unpack
+from asyncrl.transport.link import Link, error_of
+from asyncrl.transport.records import Incoming
+
+HEARTBEAT_SECONDS = 2.0
+SILENCE_SECONDS = 30.0
+EAGER_BYTES = 256 * 1024  # most that is written without credit in hand
+_GOODBYE_SECONDS = 1.0
+
+
+class QueueSender:
+    """A producer of one topic, under the name that the queue was told to expect. Opens at the first `send` or `close`."""
+
+    def __init__(
+        self,
+        address: str,
+        topic: str,
+        *,
+        producer: str,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
+    ):
+        self._address, self._topic, self._producer = address, topic, producer
+        self._heartbeat_seconds, self._silence_seconds = heartbeat_seconds, silence_seconds
+        self._link: Link | None = None
+        self._opened: asyncio.Future[int] | None = None  # the topic's capacity in bytes
+        self._closed: asyncio.Future[None] | None = None
+        self._broken: TransportError | None = None
+        self._outbox: deque[Incoming] = deque()  # messages number handled … next − 1
+        self._announced = self._granted = self._sent = self._handled = 0
+        self._eager_to = 0  # messages below this number and not below `_granted` were written without credit
+        self._congested = False
+        self._at_beat = (0, 0, 0)  # beat, announced and sent when it was sent
+        self._waiting: deque[tuple[int, int, asyncio.Future[None]]] = deque()  # (first, end, future), in order
+        self._flush_due = False
+
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Return when every message is accepted (or dropped as a duplicate). A caller that is cancelled has sent them all the same.
+
+        Raises MessageTooLarge before anything is sent, MalformedFrame for a message that breaks a rule, DeadlineExceeded when
+        the queue is silent, StreamClosed after `close` or when a newer sender of this name took over.
+        """
+        packed = [pack(message) for message in messages]
+        if not packed:
+            return
+        capacity_bytes = await self._open()
+        largest = max(len(incoming.payload) for incoming in packed)
+        if largest > capacity_bytes:
+            raise MessageTooLarge(
+                f"a message of {largest} bytes can never fit topic {self._topic}, which holds {capacity_bytes}: "
+                "raise queue.capacity_megabytes"
+            )
+        first = self._next
+        self._outbox.extend(packed)
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((first, self._next, accepted))
+        self._flush_soon()
+        await accepted
+
+    async def close(self) -> None:
+        """Wait until everything is accepted, then end the stream. Raises DeadlineExceeded when the queue is silent; the sender is
+        closed all the same. Closing twice is harmless."""
+        if self._closed is not None:
+            return
+        closed = self._closed = asyncio.get_running_loop().create_future()
+        try:
+            await self._open(closing=True)
+            await asyncio.gather(*(future for _, _, future in self._waiting), return_exceptions=True)
+            if self._broken is None and self._link is not None:
+                self._link.send(["close", self._topic])
+                await closed
+        finally:
+            self._shut(StreamClosed(f"this sender of topic {self._topic} is closed"))
+
+    def abandon(self) -> None:
+        """Stop without a word, as a killed process would; the queue notices when the lease ends."""
+        self._shut(StreamClosed(f"this sender of topic {self._topic} was abandoned"))
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _next(self) -> int:
+        return self._handled + len(self._outbox)
+
+    async def _open(self, *, closing: bool = False) -> int:
+        if self._broken is not None:
+            raise self._broken
+        if self._closed is not None and not closing:
+            raise StreamClosed(f"this sender of topic {self._topic} is closed")
+        if self._link is None:
+            self._opened = asyncio.get_running_loop().create_future()
+            self._link = Link(
+                self._address,
+                beat=self._beat,
+                on_message=self._on_message,
+                on_silence=self._fail_waits,
+                heartbeat_seconds=self._heartbeat_seconds,
+                silence_seconds=self._silence_seconds,
+            )
+        assert self._opened is not None
+        if self._opened.done() and self._opened.exception() is not None:
+            self._opened = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._opened)
+
+    def _beat(self, beat: int) -> list[Any]:
+        self._at_beat = (beat, self._announced, self._sent)
+        return ["sender", self._topic, self._producer, beat]
+
+    def _flush_soon(self) -> None:
+        if not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        end = self._next
+        if self._sent < self._granted:
+            self._write(min(self._granted, end))
+        if end == self._announced:
+            return
+        if self._sent == self._announced and not self._congested:
+            self._write(self._eager_end(end))
+            self._eager_to = self._announced = self._sent
+        if end > self._announced:
+            start = self._announced - self._handled
+            sizes = [len(self._outbox[index].payload) for index in range(start, len(self._outbox))]
+            self._say(["announce", self._topic, self._announced, sizes])
+            self._announced = end
+
+    def _eager_end(self, end: int) -> int:
+        """Up to which message number the eager write goes: EAGER_BYTES, or one message."""
+        size = 0
+        for number in range(self._sent, end):
+            size += len(self._outbox[number - self._handled].payload)
+            if size > EAGER_BYTES and number > self._sent:
+                return number
+        return end
+
+    def _write(self, end: int) -> None:
+        batch = [self._outbox[number - self._handled] for number in range(self._sent, end)]
+        ids = [[incoming.message_id, incoming.group_id] for incoming in batch]
+        self._say(["write", self._topic, self._sent, ids], [incoming.payload for incoming in batch])
+        self._sent = end
+
+    def _say(self, body: Sequence[Any], payloads: Sequence[bytes] = ()) -> None:
+        if self._link is not None:
+            self._link.send(body, payloads)
+
+    def _on_message(self, kind: str, fields: list[Any], _payloads: Sequence[bytes]) -> None:
+        if kind == "progress":
+            self._on_progress(*fields)
+        elif kind == "failed":
+            self._on_failed(*fields)
+        elif kind == "closed" and self._closed is not None and not self._closed.done():
+            self._closed.set_result(None)
+        elif kind == "error":
+            self._broken = error_of(*fields)
+            self._fail_waits(self._broken)
+
+    def _on_progress(self, beat: int, announced: int, granted: int, handled: int, capacity_bytes: int) -> None:
+        assert self._opened is not None
+        if not self._opened.done():
+            self._opened.set_result(capacity_bytes)
+        for _ in range(min(handled, self._next) - self._handled):
+            self._outbox.popleft()
+            self._handled += 1
+        self._granted = granted
+        self._sent = max(self._sent, self._handled)
+        if announced >= self._eager_to > self._handled and self._sent == self._eager_to:
+            self._sent = max(self._handled, 0)  # the broker held the rest of the eager write back: written again when granted
+            self._eager_to = 0
+            self._congested = True
+        elif granted == announced:
+            self._congested = False
+        if beat == self._at_beat[0]:
+            self._mend(announced)
+        while self._waiting and self._waiting[0][1] <= self._handled:
+            _, _, accepted = self._waiting.popleft()
+            if not accepted.done():
+                accepted.set_result(None)
+        if self._sent < self._granted or self._next > self._announced:
+            self._flush_soon()
+
+    def _mend(self, announced: int) -> None:
+        """The broker has read everything that was written before the beat: what it does not count was lost on the way (or its
+        lease had ended), and is said again."""
+        _, announced_then, sent_then = self._at_beat
+        if announced < announced_then:
+            self._announced = max(announced, self._handled)
+        if self._handled < sent_then:
+            self._sent = self._handled
+        self._sent = min(self._sent, self._announced)
+        if announced < announced_then or self._handled < sent_then:
+            self._congested = True
+            self._eager_to = 0
+
+    def _on_failed(self, number: int, kind: str, text: str) -> None:
+        for first, end, accepted in self._waiting:
+            if first <= number < end and not accepted.done():
+                accepted.set_exception(error_of(kind, text))
+
+    def _fail_waits(self, error: TransportError) -> None:
+        """Whoever waits hears of it; what was not accepted stays in line, should the queue speak again."""
+        waits: list[asyncio.Future[Any] | None] = [self._opened, self._closed, *(future for _, _, future in self._waiting)]
+        self._waiting.clear()
+        for future in waits:
+            if future is not None and not future.done():
+                future.set_exception(error)
+                future.exception()  # nobody may be waiting
+
+    def _shut(self, error: TransportError) -> None:
+        if self._broken is None:
+            self._broken = error
+        self._fail_waits(self._broken)
+        if self._link is not None:
+            self._link.close(linger_seconds=0.0)
+
+
+class QueueReceiver:
+    """A consumer of one topic; one `receive` at a time. `refused` counts payloads that were no message: they are reported to the
+    queue, which settles them and tells its owner, and are not delivered."""
+
+    def __init__(
+        self,
+        address: str,
+        topic: str,
+        *,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
+    ):
+        self._address, self._topic = address, topic
+        self._heartbeat_seconds, self._silence_seconds = heartbeat_seconds, silence_seconds
+        self._link: Link | None = None
+        self._inbox: deque[Delivery] = deque()
+        self._request = 0
+        self._max_items = 0
+        self._received = 0
+        self._answer: asyncio.Future[None] | None = None  # of the request that is open
+        self._request_at_beat = (0, 0)  # beat, and the request open when it was sent
+        self._ended = False
+        self._left: asyncio.Future[None] | None = None
+        self._broken: TransportError | None = None
+        self.refused = 0
+
+    async def receive(self, *, max_items: int, timeout: float) -> list[Delivery]:
+        """Take up to `max_items`: at once what is there, else the first to come; [] when `timeout` seconds pass.
+
+        Raises StreamClosed at the end of the stream or after `close`, DeadlineExceeded when the queue is silent.
+        """
+        assert max_items >= 1, "receive takes at least one item"
+        if not self._inbox:
+            await self._ask(max_items, timeout)
+        return [self._inbox.popleft() for _ in range(min(max_items, len(self._inbox)))]
+
+    async def settle(self, ids: Sequence[str]) -> None:
+        """These messages are done with."""
+        self._open().send(["settle", self._topic, list(ids)])
+
+    async def close(self) -> None:
+        """Give the leases back. Raises DeadlineExceeded when the queue is silent; the receiver is closed all the same. Closing
+        twice is harmless."""
+        if self._left is not None or self._link is None or self._broken is not None:
+            self.abandon()
+            return
+        self._left = asyncio.get_running_loop().create_future()
+        try:
+            self._link.send(["leave", self._topic])
+            await self._left
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Stop without a word, as a killed process would; the queue notices when the lease ends."""
+        if self._broken is None:
+            self._broken = StreamClosed(f"this receiver of topic {self._topic} is closed")
+        self._fail_waits(self._broken)
+        if self._link is not None:
+            self._link.close(linger_seconds=_GOODBYE_SECONDS)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _open(self) -> Link:
+        if self._broken is not None:
+            raise self._broken
+        if self._link is None:
+            self._link = Link(
+                self._address,
+                beat=self._beat,
+                on_message=self._on_message,
+                on_silence=self._fail_waits,
+                heartbeat_seconds=self._heartbeat_seconds,
+                silence_seconds=self._silence_seconds,
+            )
+        return self._link
+
+    async def _ask(self, max_items: int, timeout: float) -> None:
+        """Until something is in the inbox, the time is over, or the stream has ended."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while not self._inbox:
+            link = self._open()
+            if self._ended:
+                raise StreamClosed(f"topic {self._topic} has ended")
+            if self._answer is None or self._answer.done():
+                self._answer = loop.create_future()
+                self._max_items = max_items
+                self._say_take()
+            answered = asyncio.shield(self._answer)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await answered
+            except TimeoutError:
+                link.send(["cancel", self._topic, self._request])
+                await self._answer
+            if loop.time() >= deadline:
+                break
+        if self._ended and not self._inbox:
+            raise StreamClosed(f"topic {self._topic} has ended")
+
+    def _say_take(self) -> None:
+        self._request += 1
+        self._open().send(["take", self._topic, self._request, self._max_items, self._received])
+
+    def _beat(self, beat: int) -> list[Any]:
+        waiting = self._answer is not None and not self._answer.done()
+        self._request_at_beat = (beat, self._request if waiting else 0)
+        return ["receiver", self._topic, beat]
+
+    def _on_message(self, kind: str, fields: list[Any], payloads: Sequence[bytes]) -> None:
+        if kind == "deliver":
+            self._on_deliver(*fields, payloads)
+        elif kind == "beat":
+            self._on_beat(*fields)
+        elif kind == "end":
+            self._ended = True
+            self._answered(fields[0])
+        elif kind == "left" and self._left is not None and not self._left.done():
+            self._left.set_result(None)
+        elif kind == "error":
+            self._broken = error_of(*fields)
+            self._fail_waits(self._broken)
+
+    def _on_deliver(self, delivery: int, request: int, contents: Iterable[tuple[str, bool]], payloads: Sequence[bytes]) -> None:
+        if delivery != self._received + 1:
+            self._on_lost()
+            return
+        self._received = delivery
+        for (message_id, redelivered), payload in zip(contents, payloads, strict=True):
+            try:
+                self._inbox.append(Delivery(unpack(message_id, payload), redelivered))
+            except FrameError as error:
+                self.refused += 1
+                self._open().send(["refuse", self._topic, message_id, f"{type(error).__name__}: {error}"])
+        self._answered(request)
+
+    def _on_beat(self, beat: int, open_request: int, delivery: int) -> None:
+        """The broker has read everything that was written before the beat, and what it wrote before has come."""
+        beat_then, request_then = self._request_at_beat
+        waiting = self._answer is not None and not self._answer.done()
+        if delivery > self._received:
+            self._on_lost()
+        if beat == beat_then and waiting and request_then == self._request != open_request:
+            self._say_take()
+
+    def _on_lost(self) -> None:
+        self._open().send(["lost", self._topic, self._received])
+
+    def _answered(self, request: int) -> None:
+        if request == self._request and self._answer is not None and not self._answer.done():
+            self._answer.set_result(None)
+
+    def _fail_waits(self, error: TransportError) -> None:
+        for future in (self._answer, self._left):
+            if future is not None and not future.done():
+                future.set_exception(error)
+                future.exception()  # nobody may be waiting

@@ -1,0 +1,22 @@
+"""A message with its ids on the outside and its frames as one payload, and back."""
+
+from __future__ import annotations
+
+from asyncrl.errors import MalformedFrame
+from asyncrl.messages.codec import Message, decode, encode, envelope, join_frames, split_frames
+from asyncrl.transport.records import Incoming
+
+
+def pack(message: Message) -> Incoming:
+    """Raises MalformedFrame for a message that its receiver would refuse."""
+    message_id, group_id = envelope(message)
+    return Incoming(message_id, group_id, join_frames(encode(message)))
+
+
+def unpack(message_id: str, payload: bytes) -> Message:
+    """Raises a FrameError for a payload that is no message, or another than its envelope says."""
+    message = decode(split_frames(payload), max_bytes=len(payload))
+    found, _group = envelope(message)
+    if found != message_id:
+        raise MalformedFrame(f"the envelope says {message_id}, the message {found}")
+    return message
