@@ -41,6 +41,7 @@ SUCCESSORS: dict[State | None, tuple[State, ...]] = {
 TRAINING_OVER = "training is over"
 EVENTS_KEPT = 65_536
 REASONS_KEPT = 100
+REASON_CHARACTERS = 500
 
 
 class Transition(NamedTuple):
@@ -126,7 +127,7 @@ class Attempts:
             if end.state == "trained":
                 raise IllegalTransition(f"group {end.id} cannot train outside a step: name it in finish_step")
         self._check_ends(ends)
-        changes = Changes([Transition(end.id, end.state, end.reason) for end in ends], _reissues(ends))
+        changes = Changes([Transition(end.id, end.state, plain_text(end.reason)) for end in ends], _reissues(ends))
         self.apply(changes)
         return changes
 
@@ -138,7 +139,7 @@ class Attempts:
             raise IllegalTransition(f"step {record.step} cannot finish: training is over")
         self._check_ends(record.ends)
         changes = Changes(
-            [Transition(end.id, end.state, end.reason, record.step, record.version) for end in record.ends],
+            [Transition(end.id, end.state, plain_text(end.reason), record.step, record.version) for end in record.ends],
             _reissues(record.ends),
             step=FinishedStep(record.step, record.version, len(record.ends)),
         )
@@ -262,6 +263,11 @@ def reason_key(state: str, reason: str) -> str:
     """What a reason is counted under: its head, up to the first colon, so that particulars do not make a kind of their own."""
     head = reason.split(":", 1)[0].strip()
     return f"{state}: {head}" if head else state
+
+
+def plain_text(reason: str) -> str:
+    """A reason as the ledger keeps it: of bounded length, and text that every file and frame can hold, whoever raised it."""
+    return reason[:REASON_CHARACTERS].replace("\0", "�").encode("utf-8", "replace").decode()
 
 
 def _reissues(ends: Iterable[End]) -> list[GroupId]:

@@ -10,6 +10,7 @@ from dataclasses import astuple
 from typing import Any
 
 from asyncrl.errors import IllegalTransition, LedgerCorrupt, LedgerError, RemoteError
+from asyncrl.ledger.states import plain_text
 from asyncrl.messages import GroupId
 from asyncrl.protocols import Dispatch, End, LedgerClient, LedgerEvents, LiveGroup, PromptCursor, StepRecord
 from asyncrl.transport.rpc import RpcClient
@@ -108,7 +109,7 @@ def ledger_handlers(ledger: LedgerClient, counts: Callable[[], Mapping[str, Any]
 
 
 def _pack_ends(ends: Sequence[End]) -> list[Any]:
-    return [[*end.id, end.state, end.reason, end.reissue] for end in ends]
+    return [[*end.id, end.state, plain_text(end.reason), end.reissue] for end in ends]
 
 
 def _unpack_ends(ends: Sequence[Any]) -> tuple[End, ...]:

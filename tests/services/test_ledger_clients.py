@@ -53,7 +53,7 @@ async def ledger(request, tmp_path):
 
 async def until(condition):
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110: the condition is another task's, or a file's
+        while not condition():  # noqa: ASYNC110 (another task's doing, or a file's)
             await asyncio.sleep(0.002)
 
 
@@ -131,6 +131,15 @@ async def test_what_is_illegal_is_refused_by_its_kind_and_changes_nothing(ledger
     with pytest.raises(IllegalTransition, match="0 steps are finished"):
         await client.finish_step(StepRecord(2, 0, (End(id_of(1), "trained"),)))
     assert local.attempts.counts()["queued"] == 1
+
+
+async def test_a_reason_may_be_any_text(ledger):
+    client, local = ledger
+    await queued(client, local, 1)
+    await client.end([End(id_of(1), "failed", "odd \ud800 text\0 " + "x" * 10_000)])
+    (end,) = (await client.watch(0, timeout=60)).ended
+    assert end.reason.startswith("odd ? text� xxx")
+    assert len(end.reason) == states.REASON_CHARACTERS
 
 
 async def test_a_late_comer_is_told_that_old_events_are_gone(ledger, monkeypatch):

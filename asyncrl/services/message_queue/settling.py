@@ -86,7 +86,9 @@ class LedgerHooks:
 
 
 def _parse(group_id: str) -> GroupId | None:
+    """The id, if this text is the one way to write it."""
     try:
-        return GroupId.parse(group_id)
+        id = GroupId.parse(group_id)
     except ValueError:
         return None
+    return id if str(id) == group_id else None
