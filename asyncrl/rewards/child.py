@@ -44,12 +44,12 @@ _PR_SET_PDEATHSIG = 1
 
 def pack(value: Any) -> bytes:
     """One frame."""
-    body: bytes = msgpack.packb(value, use_bin_type=True)
+    body: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
     return LENGTH.pack(len(body)) + body
 
 
 def unpack(body: bytes) -> Any:
-    return msgpack.unpackb(body, raw=False, strict_map_key=False)
+    return msgpack.unpackb(body, strict_map_key=False, unicode_errors="surrogatepass")
 
 
 def main(fd: int, mark_fd: int, parent: int) -> None:

@@ -163,7 +163,12 @@ class Nursery:
         finally:
             theirs.close()
             os.close(mark_fd)
-        child = Child(process, await asyncio.open_connection(sock=ours), mark)
+        try:
+            child = Child(process, await asyncio.open_connection(sock=ours), mark)
+        except asyncio.CancelledError:
+            process.kill()
+            process.wait()
+            raise
         self._alive.append(child)
         return child
 

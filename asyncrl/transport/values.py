@@ -33,7 +33,7 @@ def pack_values(value: Any) -> list[bytes]:
             return msgpack.ExtType(_ARRAY, msgpack.packb([len(arrays), item.dtype.str, item.shape]))
         raise TypeError(f"a message carries plain values and numeric arrays, not {type(item).__name__}")
 
-    return [msgpack.packb(value, default=array_or_scalar), *arrays]
+    return [msgpack.packb(value, default=array_or_scalar, unicode_errors="surrogatepass"), *arrays]
 
 
 def unpack_values(frames: Sequence[bytes]) -> Any:
@@ -48,7 +48,7 @@ def unpack_values(frames: Sequence[bytes]) -> Any:
         return _view(frames, index, dtype_text, shape)
 
     try:
-        return msgpack.unpackb(frames[0], ext_hook=array, strict_map_key=False)
+        return msgpack.unpackb(frames[0], ext_hook=array, strict_map_key=False, unicode_errors="surrogatepass")
     except (MalformedFrame, TruncatedFrame):
         raise
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:

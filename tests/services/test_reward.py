@@ -1,0 +1,295 @@
+"""Front and workers together: trajectories in, scored groups out, whatever the functions and the workers do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.clock import SystemClock
+from asyncrl.errors import StreamClosed
+from asyncrl.messages import ScoredGroup
+from asyncrl.protocols import Delivery
+from asyncrl.rewards import FunctionSpec
+from asyncrl.rewards.executor import FunctionExecutor
+from asyncrl.services.reward import FrontParts, RewardFront, RewardWorker
+from asyncrl.tracking.memory import MemoryTracker
+from asyncrl.transport.rpc import RpcClient
+from tests.messages.samples import trajectory
+
+FILE = Path(__file__).parents[1] / "rewards" / "user_functions.py"
+SYNC, ASYNC = f"{FILE}:by_text", f"{FILE}:by_text_async"
+
+
+class Rollouts:
+    """A receiver that the test feeds."""
+
+    def __init__(self):
+        self._arrived = asyncio.Queue()
+
+    def feed(self, *trajectories):
+        self._arrived.put_nowait([Delivery(t) for t in trajectories])
+
+    def end(self):
+        self._arrived.put_nowait(None)
+
+    async def receive(self, *, max_items, timeout):
+        try:
+            async with asyncio.timeout(timeout):
+                deliveries = await self._arrived.get()
+        except TimeoutError:
+            return []
+        if deliveries is None:
+            raise StreamClosed("the end of the data")
+        return deliveries
+
+    async def settle(self, ids): ...
+
+    async def close(self): ...
+
+
+class Scored:
+    """A sender that keeps what it is given; `room` holds it back."""
+
+    def __init__(self):
+        self.groups, self.closed, self.room = [], asyncio.Event(), asyncio.Event()
+        self.room.set()
+
+    async def send(self, messages):
+        await self.room.wait()
+        self.groups += messages
+
+    async def close(self):
+        self.closed.set()
+
+
+class Ends:
+    """The one method of a ledger that the front uses."""
+
+    def __init__(self):
+        self.ends = []
+
+    async def end(self, ends):
+        self.ends += ends
+
+
+class Bench:
+    """A front with workers, over real sockets."""
+
+    def __init__(self, functions, *, limit_seconds=0.5, min_scored=2):
+        self.rollouts, self.scored, self.ledger, self.tracker = Rollouts(), Scored(), Ends(), MemoryTracker()
+        self.kept = []
+        parts = FrontParts(self.rollouts, self.scored, self.ledger, self.tracker, self.kept.append)
+        self.functions, self.limit = functions, limit_seconds
+        self.front = RewardFront(
+            lambda book: parts,
+            min_scored=min_scored,
+            limit_seconds=limit_seconds,
+            num_functions=len(functions),
+            clock=SystemClock(),
+        )
+        self.tasks, self.workers = [], []
+
+    async def begin(self, num_workers=1):
+        self.book = {"reward": await self.front.start()}
+        self.tasks.append(asyncio.create_task(self.front.run(self.book)))
+        for index in range(num_workers):
+            await self.add_worker(index)
+        self.client = RpcClient(self.book["reward"]["rpc"])
+        return self
+
+    async def add_worker(self, index, executor=None):
+        specs = [FunctionSpec.of(f"f{i}", function) for i, function in enumerate(self.functions)]
+        executor = executor or FunctionExecutor(specs, [1.0] * len(specs), limit_seconds=self.limit, concurrency=8)
+        worker = RewardWorker(index, executor, concurrency=8, clock=SystemClock())
+        await worker.start()
+        self.workers.append(worker)
+        self.tasks.append(asyncio.create_task(worker.run(self.book)))
+        return worker
+
+    async def end(self):
+        await self.client.close()
+        for service in (self.front, *self.workers):
+            await service.stop()
+        await asyncio.wait_for(asyncio.gather(*self.tasks), 20)
+        for service in (self.front, *self.workers):
+            await service._rpc.close()
+
+
+@contextlib.asynccontextmanager
+async def bench(*functions, num_workers=1, **options):
+    bench = await Bench(functions, **options).begin(num_workers)
+    try:
+        yield bench
+    finally:
+        await bench.end()
+
+
+def group(row, *responses, ground_truth="yes"):
+    size = len(responses)
+    whole = [trajectory(row, member, num_tokens=2, group_size=size) for member in range(size)]
+    return [dataclasses.replace(t, response=r, ground_truth=ground_truth) for t, r in zip(whole, responses, strict=True)]
+
+
+async def until(condition, seconds=20.0):
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  (conditions of other tasks, of several kinds)
+            await asyncio.sleep(0.01)
+
+
+async def test_groups_are_scored_and_sent_in_spite_of_interleaving():
+    async with bench("exact_match") as b:
+        groups = [group(row, "yes", "no", "yes") for row in range(4)]
+        for members in zip(*groups, strict=True):
+            b.rollouts.feed(*members)
+        b.rollouts.end()
+        await asyncio.wait_for(b.scored.closed.wait(), 20)
+        assert sorted(g.id.row for g in b.scored.groups) == [0, 1, 2, 3]
+        assert all(g.rewards.tolist() == [1.0, 0.0, 1.0] for g in b.scored.groups)
+        assert b.front.status()["state"] == "DRAINED"
+        assert await b.client.call("in_flight", timeout=5.0) == []
+    summary = b.front.summary()
+    assert summary["scoring"]["components"] == pytest.approx({"reward": 2 / 3, "f0": 2 / 3})
+    assert 0.0 <= summary["idle"]["reward"] <= 1.0
+    assert b.tracker.names("scoring") >= {"scoring/reward", "scoring/f0", "scoring/idle"}
+
+
+@pytest.mark.parametrize("function", [SYNC, ASYNC], ids=["sync", "async"])
+async def test_bad_samples_are_failures_with_reasons_and_the_worker_lives_on(function):
+    async with bench(function) as b:
+        b.rollouts.feed(*group(0, "ok:1", "raise:boom", "none", "nan", "dict", "sleep", "ok:2"))
+        await until(lambda: len(b.scored.groups) == 1)
+        b.rollouts.feed(*group(1, "ok:1", "ok:2"))
+        await until(lambda: len(b.scored.groups) == 2)
+        first, second = b.scored.groups
+        assert first.failures == [
+            None,
+            "f0: raised ValueError: boom",
+            "f0: returned None, not a number",
+            "f0: returned nan, not a finite number",
+            None,
+            "f0: timeout after 0.5 s",
+            None,
+        ]
+        np.testing.assert_array_equal(first.rewards, np.array([1, np.nan, np.nan, np.nan, 0.5, np.nan, 2], np.float32))
+        assert first.metrics == {"f0/length": 7.0}
+        assert second.rewards.tolist() == [1.0, 2.0]
+        assert b.front.summary()["trajectories"] == {"failed": 4}
+        assert b.front.summary()["scoring"]["reasons"]["f0: timeout after 0.5 s"] == 1
+
+
+async def test_a_group_with_too_few_scores_ends_in_the_ledger():
+    async with bench(SYNC) as b:
+        b.rollouts.feed(*group(0, "none", "none", "raise:x", "ok:1"))
+        await until(lambda: b.ledger.ends)
+        (end,) = b.ledger.ends
+        assert (end.state, end.reason) == ("failed", "too few scored: 1 of 4, f0: returned None, not a number")
+        assert [failed.id for failed in b.kept] == [end.id]
+        assert await b.client.call("in_flight", timeout=5.0) == []
+        assert b.scored.groups == []
+
+
+async def test_copies_are_dropped():
+    async with bench("exact_match") as b:
+        members = group(0, "yes", "no")
+        b.rollouts.feed(*members, members[0])
+        await until(lambda: b.scored.groups)
+        b.rollouts.feed(*members)
+        b.rollouts.end()
+        await asyncio.wait_for(b.scored.closed.wait(), 20)
+        assert len(b.scored.groups) == 1
+        assert b.front.summary()["scoring"]["duplicates"] == 3
+
+
+async def test_a_full_scored_topic_does_not_stop_the_front_from_taking_and_scoring():
+    async with bench("exact_match") as b:
+        b.scored.room.clear()
+        for row in range(50):
+            b.rollouts.feed(*group(row, "yes", "no"))
+        await until(lambda: b.front.summary()["scoring"]["scored"] == 100)
+        assert len(await b.client.call("in_flight", timeout=5.0)) == 50
+        b.scored.room.set()
+        await until(lambda: len(b.scored.groups) == 50)
+        assert [g.id.row for g in b.scored.groups] == list(range(50))
+        await until(lambda: b.front.in_flight() == [])
+
+
+async def test_evaluation_is_scored_in_order_also_after_the_end_of_the_data():
+    async with bench("exact_match", SYNC) as b:
+        b.rollouts.end()
+        await asyncio.wait_for(b.scored.closed.wait(), 20)
+        items = [{"prompt": "p", "response": r, "ground_truth": "ok:1", "extra_info": {}} for r in ("ok:1", "none", "ok:5")]
+        scores = await b.client.call("score", timeout=20.0, items=items)
+        assert scores == [
+            {"score": 2.0, "failure": None},
+            {"score": None, "failure": "f1: returned None, not a number"},
+            {"score": 5.0, "failure": None},
+        ]
+
+
+class Hanging:
+    """An executor that never answers, for a worker to be lost with its samples."""
+
+    fields, is_serial = ("response",), True
+
+    async def start(self): ...
+
+    async def run(self, items):
+        await asyncio.Event().wait()
+
+    async def close(self): ...
+
+    def counts(self):
+        return {}
+
+
+async def test_samples_of_a_worker_that_is_restarted_are_scored_by_the_next():
+    async with bench("exact_match", num_workers=0) as b:
+        lost = await b.add_worker(0, Hanging())
+        b.rollouts.feed(*group(0, "yes", "no"))
+        await until(lambda: b.front.status()["being_scored"] == 2)
+        await lost.stop()
+        await b.add_worker(0)
+        await until(lambda: b.scored.groups)
+        assert b.scored.groups[0].rewards.tolist() == [1.0, 0.0]
+
+
+async def test_samples_that_are_lost_twice_failed():
+    async with bench("exact_match", num_workers=0) as b:
+        for _ in range(2):
+            lost = await b.add_worker(0, Hanging())
+            b.rollouts.feed(*group(0, "yes", "no"))
+            await until(lambda: b.front.status()["being_scored"] == 2)
+            await lost.stop()
+        await b.add_worker(0)
+        await until(lambda: b.ledger.ends)
+        assert b.ledger.ends[0].reason == "too few scored: 0 of 2, reward worker died"
+
+
+async def test_members_that_never_come_fail_their_group_at_the_end_of_the_data():
+    async with bench("exact_match") as b:
+        b.rollouts.feed(group(0, "yes", "no")[0])
+        b.rollouts.end()
+        await asyncio.wait_for(b.scored.closed.wait(), 20)
+        assert b.ledger.ends[0].reason == "members missing at the end of the data: 1 of 2 came"
+
+
+async def test_two_workers_share_slow_samples():
+    async with bench(SYNC, num_workers=2) as b:
+        await until(lambda: b.front.status()["workers"] == 2)
+        b.rollouts.feed(*group(0, *["pid"] * 8))
+        await until(lambda: b.scored.groups)
+        scored = b.scored.groups[0]
+        assert isinstance(scored, ScoredGroup)
+        assert len(set(scored.rewards.tolist())) == 2
+
+
+async def test_stop_before_the_end_of_the_data_does_not_end_the_stream():
+    async with bench("exact_match") as b:
+        b.rollouts.feed(group(0, "yes", "no")[0])
+        await until(lambda: b.front.in_flight())
+    assert not b.scored.closed.is_set()
