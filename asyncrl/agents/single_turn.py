@@ -69,7 +69,7 @@ class SingleTurn:
             versions=completion.versions,
             finish_reason=completion.finish_reason,
             prompt=prompt.prompt,
-            response=self._tokenizer.decode(completion.token_ids),  # type: ignore[arg-type]  # an array is indexed like a sequence
+            response=self._tokenizer.decode(completion.token_ids.tolist()),
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
             generate_seconds=seconds,
