@@ -56,8 +56,8 @@ def prepare(
 ) -> Path:
     """The folder of the built-in model `name`, made on first use (seconds) and cached by name, recipe, seed and examples.
 
-    examples: (prompt, answer) pairs of the training part. Any number of processes may call this at once: each sees a whole folder or
-    none. Raises UserError for examples that the tokenizer cannot spell.
+    examples: (prompt, answer) pairs of the training part. Any number of processes may call this at once: each sees a
+    whole folder or none. Raises UserError for examples that the tokenizer cannot spell.
     """
     recipe = recipe or Recipe()
     folder = Path(cache_dir or default_cache_dir()) / "models" / _cache_key(name, examples, seed, recipe)
@@ -157,8 +157,8 @@ def _warm_up(model: Any, ids: Any, labels: Any, recipe: Recipe) -> tuple[int, fl
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     raise RunError(
-        f"the warm-up reached an accuracy of {accuracy:.2f} in {recipe.max_steps} steps, and {recipe.target_accuracy} was asked for: "
-        "give more examples, or a lower Recipe.target_accuracy"
+        f"the warm-up reached an accuracy of {accuracy:.2f} in {recipe.max_steps} steps, and {recipe.target_accuracy} "
+        "was asked for: give more examples, or a lower Recipe.target_accuracy"
     )
 
 

@@ -38,13 +38,22 @@ class EmbeddedServer:
 
     def __init__(self, model_path: str | Path, options: EngineOptions):
         self._path, self._options = str(model_path), options
-        self.engine: EngineLoop
+        self._engine: EngineLoop | None = None
         self._front: HttpFront | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def engine(self) -> EngineLoop:
+        assert self._engine is not None, "the server has not started"
+        return self._engine
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Raises UserError for a model that cannot be served, OSError for an address that is taken."""
         runner, tokenizer = await asyncio.to_thread(self._load)
-        self.engine = EngineLoop(runner, Updates())
+        self._engine = EngineLoop(runner, Updates())
         self.engine.start()
         limits = Limits(runner.context, runner.vocab_size, tokenizer.eos_token_ids, tokenizer.encode_prompt)
         self._front = HttpFront(self.engine, limits, model_path=self._path, decode=tokenizer.decode)
@@ -64,7 +73,7 @@ class EmbeddedServer:
 
     async def close(self) -> None:
         """Abort what runs, end the loop, give the port back. May be called at any time, and twice."""
-        if hasattr(self, "engine"):
-            await asyncio.to_thread(self.engine.close)
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
         if self._front is not None:
             await self._front.close()

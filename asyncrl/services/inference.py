@@ -1,0 +1,170 @@
+"""An inference server of a run: the embedded engine, its HTTP front and its weight receiver in one process.
+
+    rollouter ──http──▶ HttpFront ──▶ EngineLoop (thread) ◀──commit── receiver (threads) ◀──weights── ParameterSync
+
+| loop         | consumes    | waits for                | is unblocked by                    |
+|--------------|-------------|--------------------------|------------------------------------|
+| run          | –           | stop, or the engine's end | `stop`; the engine thread's death |
+| engine loop  | requests    | see engines/embedded/loop | see there                         |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import signal
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.engines.embedded import EmbeddedServer, EngineOptions
+from asyncrl.errors import RunError, UserError
+from asyncrl.protocols import PolicyVersion, WeightTarget
+from asyncrl.services.service import AddressBook, service_rpc
+
+log = logging.getLogger(__name__)
+WATCH_SECONDS = 0.25
+
+
+class WeightReceiver(Protocol):
+    """What takes new versions in and commits them to a target. Either method may be a coroutine function."""
+
+    def start(self) -> Any:
+        """Bind; returns the address."""
+
+    def close(self) -> Any: ...
+
+
+class InferenceServer:
+    """Service of row `inference/i`. `make_receiver` builds the weight receiver around the loaded engine."""
+
+    def __init__(
+        self,
+        name: str,
+        model_path: str | Path,
+        options: EngineOptions,
+        *,
+        make_receiver: Callable[[WeightTarget], WeightReceiver] | None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ):
+        self.name = name
+        self._server = EmbeddedServer(model_path, options)
+        self._make_receiver = make_receiver
+        self._receiver: WeightReceiver | None = None
+        self._host, self._port = host, port
+        self._rpc = service_rpc(self)
+        self._stopping = asyncio.Event()
+        self._state = "starting"
+
+    async def start(self) -> dict[str, str]:
+        """Load the model and bind. Raises UserError for a model that cannot be served."""
+        addresses = {"http": await self._server.start(self._host, self._port)}
+        if self._make_receiver is not None:
+            self._receiver = self._make_receiver(self._server.engine)
+            addresses["weights"] = str(await _maybe_await(self._receiver.start()))
+        addresses["rpc"] = await self._rpc.start()
+        self._state = "ready"
+        return addresses
+
+    async def run(self, book: AddressBook) -> None:
+        """Serve until `stop`. Raises RunError when the engine's loop ends by itself."""
+        self._state = "serving"
+        try:
+            while not self._stopping.is_set():
+                if not self._server.engine.alive:
+                    raise RunError(f"the decode loop ended: {self._server.engine.failure!r}")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(WATCH_SECONDS):
+                        await self._stopping.wait()
+        finally:
+            await self._close()
+
+    async def stop(self) -> None:
+        self._stopping.set()
+
+    async def _close(self) -> None:
+        self._state = "stopped"
+        if self._receiver is not None:
+            await _maybe_await(self._receiver.close())
+        await self._server.close()
+        await self._rpc.close()
+
+    def status(self) -> dict[str, Any]:
+        if not self._server.started:
+            return {"state": self._state, "version": None}
+        running, waiting = self._server.engine.load()
+        stats = self._server.engine.stats
+        return {
+            "state": self._state,
+            "version": version_number(self._server.engine.version),
+            "running": running,
+            "waiting": waiting,
+            "tokens": stats.generated_tokens,
+            "tokens_per_decode_second": stats.generated_tokens / stats.decode_seconds if stats.decode_seconds else 0.0,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        if not self._server.started:
+            return {}
+        stats = self._server.engine.stats
+        pauses = sorted(1e3 * pause for pause in stats.pauses)
+        return {
+            "tokens": stats.generated_tokens,
+            "prefilled_tokens": stats.prefilled_tokens,
+            "decode_steps": stats.decode_steps,
+            "decode_seconds": stats.decode_seconds,
+            "finished": stats.finished,
+            "aborted": stats.aborted,
+            "commits": len(pauses),
+            "pause_ms_p50": statistics.median(pauses) if pauses else 0.0,
+        }
+
+
+def version_number(text: str) -> int | None:
+    """The version in a server's `weight_version`; None before the first update."""
+    return PolicyVersion.parse(text).version if "." in text else None
+
+
+async def _maybe_await(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def serve(model_path: str | Path, *, host: str = "127.0.0.1", port: int = 30000, options: EngineOptions | None = None) -> int:
+    """`asyncrl serve`: serve one model until SIGINT or SIGTERM; the exit code. Raises UserError."""
+    return asyncio.run(_serve(model_path, host, port, options or EngineOptions()))
+
+
+async def _serve(model_path: str | Path, host: str, port: int, options: EngineOptions) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    server = EmbeddedServer(model_path, options)
+    try:
+        url = await server.start(host, port)
+    except OSError as error:
+        raise UserError(
+            f"--port is {port} on {host}, which cannot be bound ({error.strerror or error}): choose another"
+        ) from error
+    print(f"{model_path} is served at {url} (SGLang's protocol; Ctrl-C ends it)", flush=True)
+    print(
+        f"  curl {url}/generate -H 'Content-Type: application/json' "
+        '-d \'{"text": "1+2+3=", "sampling_params": {"max_new_tokens": 8}}\'',
+        flush=True,
+    )
+    try:
+        while not stopping.is_set() and server.engine.alive:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_SECONDS):
+                    await stopping.wait()
+    finally:
+        await server.close()
+    if server.engine.failure is not None:
+        print(f"the decode loop ended: {server.engine.failure!r}", file=sys.stderr)
+        return 1
+    return 0
