@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -226,11 +226,15 @@ def _dispatched(record: LedgerRecord, history: dict[GroupId, list[str]], finding
 
 
 def _drawn(cursor: PromptCursor) -> set[GroupId]:
+    """First attempts up to the cursor: every row of the epochs before, and the rows of its own in their order."""
     drawn: set[GroupId] = set()
     for epoch in range(cursor.epoch + 1):
-        order = prompt_order(cursor.seed, epoch, cursor.num_rows, cursor.shuffle)
-        rows = order if epoch < cursor.epoch and cursor.num_rows is not None else islice(order, cursor.position)
-        drawn |= {GroupId(epoch, row, 0) for row in rows}
+        whole = epoch < cursor.epoch or cursor.position == cursor.num_rows
+        if whole and cursor.num_rows is not None:
+            rows: Iterable[int] = range(cursor.num_rows)
+        else:
+            rows = islice(prompt_order(cursor.seed, epoch, cursor.num_rows, cursor.shuffle), cursor.position)
+        drawn.update(GroupId(epoch, row, 0) for row in rows)
     return drawn
 
 
