@@ -8,6 +8,6 @@
 Each kind has one registry, keyed by the `name` of its entry in `asyncrl.config.entries`: ADVANTAGES, LOSSES, CORRECTIONS,
 PROXIMALS. A further entry is a parameter class there and a function here.
 
-Shapes: B responses, T positions of the longest response (right-padded); suffix `_B`, `_BT`. A mask is bool; what stands where it is
-False (NaN, inf) changes nothing.
+Shapes: B responses, T positions of the longest response (right-padded); suffix `_B`, `_BT`. A mask is bool; what stands where
+it is False (NaN, inf) changes nothing.
 """

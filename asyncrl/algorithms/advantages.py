@@ -1,7 +1,7 @@
 """Advantage estimators. R is a response's total reward, g its prompt group, n the number of g's scored responses.
 
-A missing reward (NaN) is outside its group's statistics, has advantage 0, and its tokens leave the mask. A group of one, and a group
-whose rewards are all equal (max = min), has advantage exactly 0 in every group-relative estimator.
+A missing reward (NaN) is outside its group's statistics, has advantage 0, and its tokens leave the mask. A group of one, and a
+group whose rewards are all equal (max = min), has advantage exactly 0 in every group-relative estimator.
 
 Sources: GRPO, arXiv 2402.03300 eq. 3; Dr.GRPO, arXiv 2503.20783; RLOO, arXiv 2402.14740; REINFORCE++, arXiv 2501.03262.
 """
@@ -38,7 +38,8 @@ def estimate(entry: Entry, batch: RewardBatch) -> tuple[torch.Tensor, torch.Tens
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Of each response's group, over its scored members: n, R − mean, std with ddof 1 (0 for n < 2), and whether its rewards differ."""
+    """Of each response's group, over its scored members: n, R − mean, std with ddof 1 (0 for n < 2), and whether its rewards
+    differ."""
 
     count_B: torch.Tensor
     centred_B: torch.Tensor

@@ -15,7 +15,8 @@ def response_coefficients(aggregation: Aggregation, lengths_B: torch.Tensor, *, 
     """Coefficient of every token of a response. lengths_B int64: trainable tokens of each response of the global batch.
 
     With N trainable tokens and S responses that have one: token_mean 1/N; token_sum 1; seq_mean_token_sum 1/S;
-    seq_mean_token_mean 1/(S·length); seq_mean_token_sum_norm 1/(S·max_response_tokens). 0 for a response without a trainable token.
+    seq_mean_token_mean 1/(S·length); seq_mean_token_sum_norm 1/(S·max_response_tokens). 0 for a response without a trainable
+    token.
     """
     lengths = lengths_B.to(torch.float64)
     present = lengths > 0

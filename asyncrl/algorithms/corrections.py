@@ -27,7 +27,8 @@ class CorrectionInputs:
 
 @dataclass(frozen=True)
 class Corrected:
-    """weights_BT ≥ 0; mask_BT, narrower than the input's only for presets that drop; flags: what befell each token ("truncated", …)."""
+    """weights_BT ≥ 0; mask_BT, narrower than the input's only for presets that drop; flags: what befell each token
+    ("truncated", …)."""
 
     weights_BT: torch.Tensor
     mask_BT: torch.Tensor

@@ -1,4 +1,5 @@
-"""Policy losses, per token. A advantage; r = exp(lp − lp_prox); w the correction weight, multiplied in unless a loss says otherwise.
+"""Policy losses, per token. A advantage; r = exp(lp − lp_prox); w the correction weight, multiplied in unless a loss says
+otherwise.
 
 Sources: PPO, arXiv 1707.06347 eq. 7; dual clip, arXiv 1912.09729 eq. 5; asymmetric bounds, DAPO, arXiv 2503.14476.
 """
@@ -17,7 +18,8 @@ from asyncrl.config.entries import Entry, PpoClip
 
 @dataclass(frozen=True)
 class LossInputs:
-    """All [B, T]. log_probs: the current policy's, with gradient; proximal, behaviour, advantages, weights: without; mask bool."""
+    """All [B, T]. log_probs: the current policy's, with gradient; proximal, behaviour, advantages, weights: without; mask
+    bool."""
 
     log_probs_BT: torch.Tensor
     proximal_BT: torch.Tensor
@@ -29,8 +31,8 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """values_BT: the loss of each token, 0 outside the mask; flags: what befell each token ("clipped_high", …), bool, to be reported
-    as shares."""
+    """values_BT: the loss of each token, 0 outside the mask; flags: what befell each token ("clipped_high", …), bool, to be
+    reported as shares."""
 
     values_BT: torch.Tensor
     flags: Mapping[str, torch.Tensor] = field(default_factory=dict)

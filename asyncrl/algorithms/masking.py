@@ -1,4 +1,5 @@
-"""Arithmetic under a mask: by `torch.where`, never by multiplication, so that NaN and inf where the mask is False change nothing."""
+"""Arithmetic under a mask: by `torch.where`, never by multiplication, so that NaN and inf where the mask is False change
+nothing."""
 
 from __future__ import annotations
 

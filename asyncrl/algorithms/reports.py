@@ -1,9 +1,9 @@
-"""What is reported of a correction, in all and by staleness 0, 1, 2, …: sums that add over micro-batches and ranks, and the figures
-made of them at the end.
+"""What is reported of a correction, in all and by staleness 0, 1, 2, …: sums that add over micro-batches and ranks, and the
+figures made of them at the end.
 
-With w = π_prox/π_behave per token: mean, population std and max of w; effective sample size (Σw)²/(nΣw²); the share of tokens with
-each flag; KL(behave‖prox) estimated as mean(w − 1 − log w), `kl`, and mean(−log w), `kl_k1`; chi-square as mean(w²) − 1; perplexity
-of both policies, exp(−mean log-prob).
+With w = π_prox/π_behave per token: mean, population std and max of w; effective sample size (Σw)²/(nΣw²); the share of tokens
+with each flag; KL(behave‖prox) estimated as mean(w − 1 − log w), `kl`, and mean(−log w), `kl_k1`; chi-square as mean(w²) − 1;
+perplexity of both policies, exp(−mean log-prob).
 """
 
 from __future__ import annotations

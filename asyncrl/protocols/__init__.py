@@ -8,7 +8,7 @@ from asyncrl.protocols.ledger import Dispatch, End, LedgerClient, LedgerEvents, 
 from asyncrl.protocols.prompts import Prompt, PromptSource, Tokenizer
 from asyncrl.protocols.queue import Delivery, Receiver, Sender
 from asyncrl.protocols.tracking import Tracker
-from asyncrl.protocols.training import StepOutcome, TrainBatch, TrainingEngine
+from asyncrl.protocols.training import EngineLauncher, StepOutcome, TrainBatch, TrainingEngine
 from asyncrl.protocols.weights import CommitReport, Fleet, FleetView, PolicyVersion, ServerView, WeightPublisher, WeightTarget
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Delivery",
     "Dispatch",
     "End",
+    "EngineLauncher",
     "Fleet",
     "FleetView",
     "GenerateRequest",

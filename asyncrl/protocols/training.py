@@ -52,3 +52,13 @@ class TrainingEngine(Protocol):
 
     def close(self) -> None:
         """Leave the process group."""
+
+
+class EngineLauncher(Protocol):
+    """Brings one rank's engine up in two blocking moves, because ranks learn of each other only when all of them are there."""
+
+    def prepare(self) -> str:
+        """What needs no peers (loading the model). Rank 0 of several opens a meeting point and returns its address, others ""."""
+
+    def join(self, meeting_point: str) -> TrainingEngine:
+        """Meet the other ranks at rank 0's address."""

@@ -14,8 +14,8 @@ def learning_rate(
     """Of the `step`-th step, counted from 1.
 
     Warm-up: peak·step/warmup_steps, so that the first step already moves and step `warmup_steps` has the peak. Then, with
-    x = (step − 1 − warmup_steps)/(total_steps − warmup_steps), 0 on the first step after the warm-up and 1 just past the last one:
-    linear peak·(1 − (1 − f)x), cosine peak·(f + (1 − f)(1 + cos πx)/2), f = `final_factor`.
+    x = (step − 1 − warmup_steps)/(total_steps − warmup_steps), 0 on the first step after the warm-up and 1 just past the last
+    one: linear peak·(1 − (1 − f)x), cosine peak·(f + (1 − f)(1 + cos πx)/2), f = `final_factor`.
     """
     if step <= warmup_steps:
         return peak * step / warmup_steps

@@ -12,8 +12,9 @@ def plan_microbatches(lengths: Sequence[int], *, budget_tokens: int, ranks: int)
     """One list of micro-batches per rank.
 
     Every sequence is in exactly one micro-batch. A micro-batch costs its number of sequences times its longest length (padding
-    included) and stays within `budget_tokens`, unless it is a single sequence that alone exceeds it. All ranks get the same number,
-    at least one; micro-batches that ranks run at the same time cost about the same. The plan depends on the arguments alone.
+    included) and stays within `budget_tokens`, unless it is a single sequence that alone exceeds it. All ranks get the same
+    number, at least one; micro-batches that ranks run at the same time cost about the same. The plan depends on the arguments
+    alone.
     """
     cuts = _fill(lengths, budget_tokens)
     wanted = max(1, -(-len(cuts) // ranks)) * ranks

@@ -19,8 +19,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StepArrays:
-    """tokens int64: prompt and response of each sequence, end to end; starts_B: where each begins; prompt_lengths_B; groups_B: index of
-    each response's group; the rest [B, T] by response position: mask bool, behaviour float32, staleness int64 ≥ 0."""
+    """tokens int64: prompt and response of each sequence, end to end; starts_B: where each begins; prompt_lengths_B; groups_B:
+    index of each response's group; the rest [B, T] by response position: mask bool, behaviour float32, staleness int64 ≥ 0."""
 
     tokens: Ints
     starts_B: Ints
@@ -80,7 +80,8 @@ def collate_step(groups: Sequence[ScoredGroup], version: int) -> StepArrays:
 
 
 def input_lengths(arrays: StepArrays, mask_BT: torch.Tensor) -> Ints:
-    """Tokens that a forward pass must read per response: up to the one before its last trainable token; 0 where none is trainable."""
+    """Tokens that a forward pass must read per response: up to the one before its last trainable token; 0 where none is
+    trainable."""
     mask = mask_BT.numpy()
     last_B = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1) if mask.size else np.zeros(len(mask), np.int64)
     return np.where(mask.any(axis=1), arrays.prompt_lengths_B + last_B, 0)

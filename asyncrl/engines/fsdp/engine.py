@@ -80,7 +80,7 @@ class FsdpEngine:
 
     def named_parameters(self) -> Iterator[tuple[str, DTensor]]:
         """The live master weights by their Hugging Face names, a tied one once; `to_local()` is this rank's shard."""
-        return self._policy.hf_named_parameters()  # type: ignore[return-value]
+        return self._policy.hf_named_parameters()
 
     @property
     def model_config(self) -> object:
@@ -110,7 +110,8 @@ class FsdpEngine:
         return found
 
     def log_probs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-probs float32[B, T] of the batch's trainable tokens under the present weights; 0 elsewhere, and on other ranks' rows."""
+        """Log-probs float32[B, T] of the batch's trainable tokens under the present weights; 0 elsewhere, and on other ranks'
+        rows."""
         work, plans = self._prepare(batch)
         self._recompute_proximal(work, plans)
         assert work.proximal_BT is not None
@@ -119,7 +120,8 @@ class FsdpEngine:
     # ---- a step, part by part ----------------------------------------------------------------------------------
 
     def _prepare(self, batch: TrainBatch) -> tuple[StepWork, list[UpdatePlan]]:
-        """What every rank works out alike: arrays, advantages over the whole batch, and one plan per mini-batch with a token to train."""
+        """What every rank works out alike: arrays, advantages over the whole batch, and one plan per mini-batch with a token to
+        train."""
         config = self._config
         arrays = collate_step(batch.groups, batch.version)
         rewards = RewardBatch(arrays.rewards_B, torch.from_numpy(arrays.groups_B), arrays.mask_BT)

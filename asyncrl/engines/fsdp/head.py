@@ -1,7 +1,8 @@
 """Log-probs of chosen tokens from hidden states, without ever holding the logits of all of them.
 
-The logits of N tokens over a vocabulary V are N·V numbers, more than the whole rest of a small model's activations. Here they exist
-for one chunk of tokens at a time, in the forward pass and again in the backward pass, always in float32 (float64 for float64 weights).
+The logits of N tokens over a vocabulary V are N·V numbers, more than the whole rest of a small model's activations. Here they
+exist for one chunk of tokens at a time, in the forward pass and again in the backward pass, always in float32 (float64 for
+float64 weights).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def token_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log_probs_N, entropy_N) of softmax((hidden·Wᵀ + bias)/temperature), float32 or wider; entropy carries no gradient."""
     chunk = max(1, chunk_elements // weight_VH.shape[0])
-    return _TokenLogProbs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, chunk)  # type: ignore[no-any-return]
+    return _TokenLogProbs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, chunk)
 
 
 def log_probs_of_logits(

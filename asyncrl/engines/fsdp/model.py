@@ -82,7 +82,7 @@ class PolicyModel(nn.Module):
 
     def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by their Hugging Face names; a tied parameter once, under its first name."""
-        return self.model.named_parameters()  # type: ignore[no-any-return]
+        return self.model.named_parameters()
 
     def layers(self) -> list[nn.Module]:
         """The transformer blocks, first to last: what FSDP shards one by one."""

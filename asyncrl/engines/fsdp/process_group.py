@@ -38,7 +38,8 @@ class RankGroup:
         self._control = dist.new_group(backend="gloo", timeout=self._timeout) if backend != "gloo" else dist.group.WORLD
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Rank 0's payload on every rank. Raises DeadlineExceeded when a peer does not come in time, TransportError when one is gone."""
+        """Rank 0's payload on every rank. Raises DeadlineExceeded when a peer does not come in time, TransportError when one is
+        gone."""
         if self.world_size == 1:
             assert payload is not None, "rank 0 has the payload"
             return payload

@@ -51,7 +51,8 @@ class MicroBatchView:
 
 @dataclass(frozen=True)
 class MicroSums:
-    """scalars: flat name to a sum over the micro-batch's tokens; correction sums and maxima as `reports.correction_sums` has them."""
+    """scalars: flat name to a sum over the micro-batch's tokens; correction sums and maxima as `reports.correction_sums` has
+    them."""
 
     scalars: Mapping[str, torch.Tensor]
     correction: torch.Tensor
@@ -74,7 +75,8 @@ def view(work: StepWork, sequences: Sequence[int], device: torch.device) -> Micr
 
 
 def policy_log_probs(policy: PolicyModel, micro: MicroBatchView) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log_probs_bt, entropy_N, anchor): log-probs 0 outside the mask; `anchor` is a zero that ties every parameter into the graph."""
+    """(log_probs_bt, entropy_N, anchor): log-probs 0 outside the mask; `anchor` is a zero that ties every parameter into the
+    graph."""
     inputs = micro.inputs
     log_probs_N, entropy_N = policy(inputs.input_ids, inputs.rows_N, inputs.columns_N, inputs.targets_N)
     zeros_bt = torch.zeros(micro.mask_bt.shape, dtype=log_probs_N.dtype, device=log_probs_N.device)

@@ -1,0 +1,81 @@
+"""What rank 0 tells the others: one command per broadcast, msgpack with the groups as the message codec writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from asyncrl.errors import MalformedFrame
+from asyncrl.messages import ScoredGroup
+from asyncrl.messages.codec import decode, encode, join_frames, split_frames
+from asyncrl.protocols import TrainBatch
+
+GROUP_BYTES = 1 << 32
+"""Most bytes of one group: ranks trust each other, so this only bounds a mistake."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Nothing to do; so that no rank waits long in one collective."""
+
+
+@dataclass(frozen=True)
+class Train:
+    batch: TrainBatch
+
+
+@dataclass(frozen=True)
+class Publish:
+    version: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The last command. `reason` is "" for a regular end."""
+
+    reason: str = ""
+
+
+Command = Tick | Train | Publish | Stop
+
+
+def encode_command(command: Command) -> bytes:
+    match command:
+        case Tick():
+            body: list[Any] = ["tick"]
+        case Publish(version, slot):
+            body = ["publish", version, slot]
+        case Stop(reason):
+            body = ["stop", reason]
+        case Train(batch):
+            groups = [join_frames(encode(group)) for group in batch.groups]
+            cuts = [list(cut) for cut in batch.mini_batches]
+            body = ["train", batch.step, batch.version, batch.learning_rate, groups, cuts, batch.epochs]
+    packed: bytes = msgpack.packb(body)
+    return packed
+
+
+def decode_command(payload: bytes) -> Command:
+    """Raises MalformedFrame for a payload that is no command."""
+    match msgpack.unpackb(payload):
+        case ["tick"]:
+            return Tick()
+        case ["publish", int(version), int(slot)]:
+            return Publish(version, slot)
+        case ["stop", str(reason)]:
+            return Stop(reason)
+        case ["train", int(step), int(version), float(learning_rate), list(groups), list(cuts), int(epochs)]:
+            batch = tuple(_group(group) for group in groups)
+            return Train(TrainBatch(step, version, learning_rate, batch, tuple(tuple(cut) for cut in cuts), epochs))
+        case other:
+            raise MalformedFrame(f"no trainer command: {other!r:.80}")
+
+
+def _group(payload: bytes) -> ScoredGroup:
+    group = decode(split_frames(payload), max_bytes=GROUP_BYTES)
+    if not isinstance(group, ScoredGroup):
+        raise MalformedFrame(f"a batch holds scored groups, found {type(group).__name__}")
+    return group

@@ -1,0 +1,95 @@
+"""Figures of a step, from its groups. Pure; flat names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.messages import ScoredGroup
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """Over the tokens left in the loss masks of the groups that trained: how many, of how many responses, version range,
+    staleness."""
+
+    tokens: int
+    trajectories: int
+    versions: tuple[int, int] | None
+    staleness_sum: int
+    staleness_max: int | None
+    by_staleness: tuple[int, ...]
+
+
+def trained_tokens(groups: Sequence[ScoredGroup], version: int) -> TrainedTokens:
+    """groups: narrowed ones; `version` is the trainer's when the step began."""
+    versions = np.concatenate([group.versions[group.loss_mask] for group in groups]) if groups else np.zeros(0, np.int32)
+    if not len(versions):
+        return TrainedTokens(0, 0, None, 0, None, ())
+    staleness = np.maximum(0, version - versions.astype(np.int64))
+    members = sum(int((np.bincount(_member_of(group)[group.loss_mask]) > 0).sum()) for group in groups)
+    return TrainedTokens(
+        tokens=len(versions),
+        trajectories=members,
+        versions=(int(versions.min()), int(versions.max())),
+        staleness_sum=int(staleness.sum()),
+        staleness_max=int(staleness.max()),
+        by_staleness=tuple(np.bincount(staleness).tolist()),
+    )
+
+
+def staleness_metrics(trained: TrainedTokens) -> dict[str, float]:
+    """staleness/mean, staleness/max, and staleness/share_N of the trained tokens."""
+    if not trained.tokens or trained.staleness_max is None:
+        return {}
+    shares = {f"staleness/share_{level}": count / trained.tokens for level, count in enumerate(trained.by_staleness)}
+    mean = trained.staleness_sum / trained.tokens
+    return {"staleness/mean": mean, "staleness/max": float(trained.staleness_max), **shares}
+
+
+def reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Over the scored members of every group that the step took: reward/…, each component, whatever reward functions logged."""
+    if not groups:
+        return {}
+    rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
+    metrics = {"trajectories/unscored": float((~np.isfinite(rewards)).sum())}
+    rewards = rewards[np.isfinite(rewards)]
+    if len(rewards):
+        metrics |= {f"reward/{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")}
+    logged: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for name, values in group.components.items():
+            logged[f"reward/{name}"] += values[np.isfinite(values)].tolist()
+        for name, value in group.metrics.items():
+            logged[f"reward/{name}"].append(value)
+    metrics |= {name: float(np.mean(values)) for name, values in logged.items() if values and name not in metrics}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """response/tokens_mean, response/tokens_max, response/truncated (share that ended at the length limit)."""
+    lengths = np.concatenate([group.lengths for group in groups]) if groups else np.zeros(0)
+    if not len(lengths):
+        return {}
+    reasons = [reason for group in groups for reason in group.finish_reasons]
+    return {
+        "response/tokens_mean": float(lengths.mean()),
+        "response/tokens_max": float(lengths.max()),
+        "response/truncated": reasons.count("length") / len(reasons),
+    }
+
+
+def ends_of_reward_curve(means: Sequence[float]) -> tuple[float | None, float | None]:
+    """Means over the first and the last 5 % of steps, at least 5 (or as many as there are)."""
+    if not means:
+        return None, None
+    window = min(len(means), max(5, -(-len(means) // 20)))
+    return float(np.mean(means[:window])), float(np.mean(means[-window:]))
+
+
+def _member_of(group: ScoredGroup) -> np.ndarray:
+    """Position in the group of the member that each token belongs to. int64[T]."""
+    return np.repeat(np.arange(len(group.lengths)), group.lengths)

@@ -1,0 +1,209 @@
+"""Rank 0: the loop of steps. Its map is in the package's docstring."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.clock import Clock
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+from asyncrl.messages import ScoredGroup
+from asyncrl.protocols import End, StepOutcome, StepRecord, TrainBatch, TrainingEngine
+from asyncrl.scheduling.learning_rate import learning_rate
+from asyncrl.scheduling.minibatches import cut_minibatches
+from asyncrl.scheduling.selection import Candidate, SelectionRules, Selector, narrow, split_filtered
+from asyncrl.services.trainer import figures
+from asyncrl.services.trainer.intake import Intake, Taken
+from asyncrl.services.trainer.parts import RunBlocking, TrainerParts
+from asyncrl.services.trainer.ranks import Ranks
+from asyncrl.services.trainer.records import Records
+from asyncrl.services.trainer.tally import Tally
+
+log = logging.getLogger(__name__)
+
+NON_FINITE = "non-finite"
+CONFIRM_POLL_SECONDS = 0.5
+
+
+class Leader:
+    """Makes `training.steps` steps, or as many as the data gives. After a step: its line in batches.jsonl and metrics.jsonl, then
+    its record in the ledger, then, every `publish_every` steps, the new version; so a step that the ledger has is in the
+    files."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        engine: TrainingEngine,
+        parts: TrainerParts,
+        *,
+        clock: Clock,
+        run_blocking: RunBlocking,
+        stopping: asyncio.Event,
+    ):
+        assert parts.leader is not None, "rank 0 is given the leader's parts"
+        self._config, self._clock, self._stopping = config, clock, stopping
+        self._parts, self._publisher, self._run_blocking = parts.leader, parts.publisher, run_blocking
+        self._rules = selection_rules(config)
+        self._tally = Tally(clock, config.rollout.max_staleness)
+        self._ranks = Ranks(engine, parts.publisher, run_blocking)
+        self._records = Records(run_dir, samples_per_step=config.tracking.samples_per_step)
+        self._intake = Intake(
+            Selector(self._rules),
+            parts.leader,
+            clock=clock,
+            meter=self._tally.meter,
+            tick=self._ranks.tick,
+            stopping=stopping,
+            data_timeout_seconds=config.training.data_timeout_seconds,
+        )
+        self.state = "starting"
+        self.finished_steps = 0
+        self.version: int | None = None
+        self._bad_in_a_row = 0
+
+    async def lead(self) -> None:
+        """Until the last step, the end of the data, or a stop. The other ranks are dismissed whatever happens."""
+        reason = "rank 0 failed"
+        try:
+            await self._publish(0)
+            while self.finished_steps < self._config.training.steps:
+                taken = await self._next_step()
+                if taken is None:
+                    break
+                await self._step(taken)
+                if self.finished_steps % self._rules.publish_every == 0:
+                    await self._publish(self._rules.version(self.finished_steps))
+            if not self._stopping.is_set():
+                await self._finish()
+            reason = ""
+        finally:
+            self._records.close()
+            await self._ranks.dismiss(reason)
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    async def _next_step(self) -> Taken | None:
+        self.state = "waiting"
+        return await self._intake.next_step(self.finished_steps)
+
+    async def _step(self, taken: Taken) -> None:
+        self.state = "training"
+        self._tally.begin_step(first=self.finished_steps == 0)
+        step, version = self.finished_steps + 1, self._rules.version(self.finished_steps)
+        trains, filtered = split_filtered((candidate for candidate, _ in taken.groups), self._rules.filter)
+        by_id = {candidate.id: group for candidate, group in taken.groups}
+        batch = [narrow(by_id[each.id], version=version, max_staleness=self._rules.max_staleness) for each in trains]
+        outcome = await self._train(step, version, batch)
+        failed = outcome.bad_updates > 0 and outcome.updates == 0
+        trained = [] if failed else batch
+        tokens = figures.trained_tokens(trained, version)
+        metrics = {
+            **figures.reward_metrics([group for _, group in taken.groups]),
+            **figures.response_metrics([group for _, group in taken.groups]),
+            **figures.staleness_metrics(tokens),
+            **outcome.metrics,
+            **self._group_metrics(taken, len(batch), len(filtered), failed),
+            **self._tally.end_step(outcome, tokens),
+            "lr": self._learning_rate(step),
+            **self._publisher.latest(),
+        }
+        self._records.samples(step, trained, [group for _, group in taken.groups])
+        self._records.batch(step, version, trained, tokens)
+        self._records.metrics(step, version, metrics)
+        await self._record_step(step, version, trains, filtered, failed)
+        self._parts.tracker.log("trainer", step, {"step": float(step), "version": float(version), **metrics})
+        self._tally.add(tokens, metrics.get("reward/mean"), failed=failed)
+        self._check_bad_steps(failed)
+
+    async def _train(self, step: int, version: int, groups: Sequence[ScoredGroup]) -> StepOutcome:
+        if not groups:
+            return StepOutcome(updates=0, bad_updates=0)
+        training = self._config.training
+        cuts = cut_minibatches(len(groups), training.mini_batches)
+        batch = TrainBatch(step, version, self._learning_rate(step), tuple(groups), cuts, training.epochs_per_batch)
+        return await self._ranks.train(batch)
+
+    async def _record_step(
+        self, step: int, version: int, trains: Sequence[Candidate], filtered: Sequence[tuple[Candidate, str]], failed: bool
+    ) -> None:
+        ends = [End(each.id, "failed", NON_FINITE) if failed else End(each.id, "trained") for each in trains]
+        ends += [End(each.id, "filtered", reason) for each, reason in filtered]
+        with self._tally.meter.waiting("ledger"):
+            await self._parts.ledger.finish_step(StepRecord(step, version, tuple(ends)))
+        self.finished_steps = step
+
+    def _check_bad_steps(self, failed: bool) -> None:
+        self._bad_in_a_row = self._bad_in_a_row + 1 if failed else 0
+        limit = self._config.training.max_bad_steps
+        if self._bad_in_a_row >= limit:
+            raise RunError(
+                f"{limit} steps in a row had no finite loss or gradient (training.max_bad_steps): lower training.learning_rate, "
+                f"or look at the rewards and log-probs of step {self.finished_steps} in samples.jsonl and metrics.jsonl"
+            )
+
+    # ---- versions, and the end ---------------------------------------------------------------------------------
+
+    async def _publish(self, version: int) -> None:
+        self.state = "publishing"
+        began = self._clock.now()
+        with self._tally.meter.waiting("weight sync"):
+            await self._ranks.publish(version)
+        self._tally.publish_seconds = self._clock.now() - began
+        self.version = version
+
+    async def _finish(self) -> None:
+        """No further step: say so, and keep the last version where servers can read it until they have."""
+        assert self.version is not None, "version 0 is published first"
+        self.state = "finishing"
+        await self._parts.ledger.finish_training(self.version)
+        deadline = self._clock.now() + 2 * self._config.sync.timeout_seconds
+        while not await self._run_blocking(self._publisher.wait_confirmed, self.version, CONFIRM_POLL_SECONDS):
+            await self._ranks.tick()
+            if self._stopping.is_set() or self._clock.now() > deadline:
+                log.warning("version %d was not confirmed by every server before the trainer ended", self.version)
+                return
+
+    # ---- figures -----------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        return {"state": self.state, "version": self.version, "step": self.finished_steps, "bad_steps": self._tally.bad_steps}
+
+    def summary(self) -> dict[str, Any]:
+        return {"steps": self.finished_steps, "policy_version": self.version or 0, **self._tally.summary()}
+
+    def _learning_rate(self, step: int) -> float:
+        training = self._config.training
+        return learning_rate(
+            step,
+            peak=training.learning_rate,
+            total_steps=training.steps,
+            warmup_steps=training.warmup_steps,
+            schedule=training.schedule,
+            final_factor=training.final_learning_rate_factor,
+        )
+
+    def _group_metrics(self, taken: Taken, trains: int, filtered: int, failed: bool) -> dict[str, float]:
+        """`taken` counts the step's groups; expired and replaced ones left before it."""
+        return {
+            "groups/taken": float(len(taken.groups)),
+            "groups/trained": 0.0 if failed else float(trains),
+            "groups/filtered": float(filtered + taken.left_before["filtered"]),
+            "groups/expired": float(taken.left_before["expired"]),
+            "groups/failed": float(trains if failed else 0),
+        }
+
+
+def selection_rules(config: Config) -> SelectionRules:
+    return SelectionRules(
+        groups_per_step=config.training.groups_per_step,
+        publish_every=config.training.publish_every,
+        max_staleness=config.rollout.max_staleness,
+        on_stale=config.rollout.on_stale,
+        filter=config.training.filter,
+        max_refill_factor=config.training.max_refill_factor,
+    )

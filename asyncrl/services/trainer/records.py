@@ -1,0 +1,95 @@
+"""The trainer's files in the run directory, one JSON object a line, flushed once per step.
+
+batches.jsonl   {"step", "version", "groups": [ids of those that trained], "token_versions": {"min", "max"} or null}
+metrics.jsonl   {"step", "version", "reward/mean", …}: flat names, numbers
+samples.jsonl   one trajectory a line, for `asyncrl samples`: {"step", "id": "epoch/row/attempt/member", "state": "trained" |
+                "failed", "reason": text, "reward": number or null, "prompt": text or chat messages, "response",
+                "finish_reason", "ground_truth", "versions": {"min", "max"} or null}. Of each step's trained trajectories the
+                first members of its groups, in turn, up to tracking.samples_per_step; of those that failed in scoring, all.
+                `state` "failed" is a member without a reward, and `reason` says why.
+
+Steps count from 1; versions are policy versions. A number that JSON cannot hold (NaN, inf) is written as null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from asyncrl.messages import ScoredGroup
+from asyncrl.services.trainer.figures import TrainedTokens
+
+
+class Records:
+    """Open until `close`; appends."""
+
+    def __init__(self, run_dir: Path, *, samples_per_step: int):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._samples_per_step = samples_per_step
+        self._files: dict[str, TextIO] = {
+            name: (run_dir / f"{name}.jsonl").open("a", encoding="utf-8") for name in ("batches", "metrics", "samples")
+        }
+
+    def batch(self, step: int, version: int, trained: Sequence[ScoredGroup], tokens: TrainedTokens) -> None:
+        versions = None if tokens.versions is None else {"min": tokens.versions[0], "max": tokens.versions[1]}
+        line = {"step": step, "version": version, "groups": [str(group.id) for group in trained], "token_versions": versions}
+        self._write("batches", [line])
+
+    def metrics(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        self._write("metrics", [{"step": step, "version": version, **{name: _number(value) for name, value in metrics.items()}}])
+
+    def samples(self, step: int, trained: Sequence[ScoredGroup], taken: Sequence[ScoredGroup]) -> None:
+        """trained: those of this step; taken: those plus the filtered, whose unscored members are kept too."""
+        lines = [_sample(step, group, place, "trained") for group, place in self._chosen(trained)]
+        lines += [
+            _sample(step, group, place, "failed")
+            for group in taken
+            for place, failure in enumerate(group.failures)
+            if failure is not None
+        ]
+        self._write("samples", lines)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _chosen(self, groups: Sequence[ScoredGroup]) -> Iterator[tuple[ScoredGroup, int]]:
+        """(group, place of the member) of the trained trajectories to keep: one member of each group, then a second of each, …"""
+        scored = [(group, np.flatnonzero(np.isfinite(group.rewards)).tolist()) for group in groups]
+        left = self._samples_per_step
+        for turn in range(max((len(places) for _, places in scored), default=0)):
+            for group, places in scored:
+                if left and turn < len(places):
+                    left -= 1
+                    yield group, places[turn]
+
+    def _write(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        if lines:
+            self._files[name].write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+            self._files[name].flush()
+
+
+def _sample(step: int, group: ScoredGroup, place: int, state: str) -> dict[str, Any]:
+    end = int(group.lengths[: place + 1].sum())
+    versions = group.versions[end - int(group.lengths[place]) : end]
+    return {
+        "step": step,
+        "id": str(group.id.member(int(group.members[place]))),
+        "state": state,
+        "reason": group.failures[place] or "",
+        "reward": _number(float(group.rewards[place])),
+        "prompt": group.prompt,
+        "response": group.responses[place],
+        "finish_reason": group.finish_reasons[place],
+        "ground_truth": group.ground_truth,
+        "versions": {"min": int(versions.min()), "max": int(versions.max())} if len(versions) else None,
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

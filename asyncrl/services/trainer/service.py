@@ -1,0 +1,106 @@
+"""The service around leader and follower. Its map is in the package's docstring."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from asyncrl.clock import Clock
+from asyncrl.config.schema import Config
+from asyncrl.protocols import EngineLauncher, TrainingEngine
+from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.trainer.leader import Leader
+from asyncrl.services.trainer.parts import Connect, RunBlocking, TrainerParts
+from asyncrl.services.trainer.ranks import follow
+from asyncrl.transport.rpc import RpcServer
+
+LEADER_ROW = "trainer/0"
+
+
+class TrainerService:
+    """One rank. `launcher` brings its engine up, `connect` makes the other parts once every address is known.
+
+    Addresses: ``rpc``; rank 0 of several also ``meeting_point``, where the process group forms.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        rank: int,
+        *,
+        launcher: EngineLauncher,
+        connect: Connect,
+        clock: Clock,
+        run_blocking: RunBlocking = asyncio.to_thread,
+    ):
+        self.name = f"trainer/{rank}"
+        self._config, self._run_dir, self._rank = config, run_dir, rank
+        self._launcher, self._connect, self._clock, self._run_blocking = launcher, connect, clock, run_blocking
+        self._stopping = asyncio.Event()
+        self._meeting_point: str | None = None
+        self._leader: Leader | None = None
+        self._state = "starting"
+        self._rpc: RpcServer | None = None
+
+    async def start(self) -> dict[str, str]:
+        self._rpc = service_rpc(self)
+        address = await self._rpc.start()
+        await self._prepare()
+        return {"rpc": address, **({"meeting_point": self._meeting_point} if self._meeting_point else {})}
+
+    async def run(self, book: AddressBook) -> None:
+        await self._prepare()
+        self._state = "joining"
+        meeting_point = book.get(LEADER_ROW, {}).get("meeting_point", self._meeting_point or "")
+        engine: TrainingEngine = await self._run_blocking(self._launcher.join, meeting_point)
+        try:
+            parts = await self._connect(book, engine)
+            try:
+                await self._work(engine, parts)
+            finally:
+                await self._close(parts)
+        finally:
+            engine.close()
+            self._state = "done"
+
+    async def stop(self) -> None:
+        """Rank 0 ends after its present step and dismisses the others."""
+        self._stopping.set()
+
+    def status(self) -> dict[str, Any]:
+        return self._leader.status() if self._leader and self._state == "running" else {"state": self._state, "version": None}
+
+    def summary(self) -> dict[str, Any]:
+        return self._leader.summary() if self._leader else {}
+
+    async def _prepare(self) -> None:
+        if self._meeting_point is None:
+            self._meeting_point = await self._run_blocking(self._launcher.prepare)
+            self._state = "ready"
+
+    async def _work(self, engine: TrainingEngine, parts: TrainerParts) -> None:
+        await self._run_blocking(parts.publisher.register)
+        self._state = "running"
+        if self._rank:
+            await follow(engine, parts.publisher, self._run_blocking)
+            return
+        self._leader = Leader(
+            self._config,
+            self._run_dir,
+            engine,
+            parts,
+            clock=self._clock,
+            run_blocking=self._run_blocking,
+            stopping=self._stopping,
+        )
+        await self._leader.lead()
+
+    async def _close(self, parts: TrainerParts) -> None:
+        await self._run_blocking(parts.publisher.close)
+        if parts.leader is not None:
+            await parts.leader.receiver.close()
+            await parts.leader.tracker.close()
+        for close in parts.closers:
+            await close()

@@ -1,0 +1,84 @@
+"""What the leader counts: times of a step, idle shares by reason, and the totals that summary.json needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.clock import Clock, IdleMeter
+from asyncrl.protocols import StepOutcome
+from asyncrl.services.trainer.figures import TrainedTokens, ends_of_reward_curve
+
+
+@dataclass
+class Tally:
+    """Idleness counts from the first batch on: the run's start-up is nobody's idleness."""
+
+    clock: Clock
+    staleness_bound: int
+    meter: IdleMeter = field(init=False)
+    rewards: list[float] = field(default_factory=list)  # one mean per step that had a reward
+    tokens: int = 0
+    trajectories: int = 0
+    staleness_sum: int = 0
+    staleness_max: int | None = None
+    first_step_time: float | None = None  # wall time
+    publish_seconds: float = 0.0
+    bad_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.meter = IdleMeter(self.clock)
+        self._step_began = self._batch_came = self.clock.now()
+        self._waited = 0.0
+
+    def begin_step(self, *, first: bool) -> None:
+        """The step's batch is there."""
+        if first:
+            self.meter.restart()
+        self._batch_came = self.clock.now()
+
+    def end_step(self, outcome: StepOutcome, tokens: TrainedTokens) -> dict[str, float]:
+        """Metrics of time and amount. time/step_s: since the last step's end; of it time/wait_s waiting (for groups, the
+        ledger, a slot) and time/train_s since the batch was there; time/publish_s: of the publish before. Idle shares are of
+        the run so far."""
+        now, waited = self.clock.now(), sum(self.meter.seconds.values())
+        figures = {
+            "updates": float(outcome.updates),
+            "updates/bad": float(outcome.bad_updates),
+            "tokens/trained": float(tokens.tokens),
+            "trajectories/trained": float(tokens.trajectories),
+            "time/step_s": now - self._step_began,
+            "time/wait_s": max(0.0, waited - self._waited),
+            "time/train_s": now - self._batch_came,
+            "time/publish_s": self.publish_seconds,
+            "idle/trainer": self.meter.share(),
+        }
+        figures |= {f"idle/trainer/{reason.replace(' ', '_')}_s": seconds for reason, seconds in self.meter.seconds.items()}
+        self._step_began, self._waited = now, waited
+        return figures
+
+    def add(self, tokens: TrainedTokens, reward_mean: float | None, *, failed: bool) -> None:
+        """A step is finished."""
+        if reward_mean is not None:
+            self.rewards.append(reward_mean)
+        self.bad_steps += failed
+        self.tokens += tokens.tokens
+        self.trajectories += tokens.trajectories
+        self.staleness_sum += tokens.staleness_sum
+        if tokens.staleness_max is not None:
+            self.staleness_max = max(tokens.staleness_max, self.staleness_max or 0)
+        if self.first_step_time is None:
+            self.first_step_time = self.clock.wall()
+
+    def summary(self) -> dict[str, Any]:
+        """The trainer's part of summary.json but `steps` and `policy_version`."""
+        first, last = ends_of_reward_curve(self.rewards)
+        mean = self.staleness_sum / self.tokens if self.tokens else None
+        return {
+            "reward": {"first": first, "last": last},
+            "staleness": {"bound": self.staleness_bound, "max": self.staleness_max, "mean": mean},
+            "trajectories": {"trained": self.trajectories},
+            "tokens": {"trained": self.tokens},
+            "idle": {"trainer": round(self.meter.share(), 4)},
+            "first_step_time": self.first_step_time,
+        }
