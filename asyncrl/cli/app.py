@@ -133,9 +133,8 @@ def serve(
         Optional[int],  # noqa: UP045
         typer.Option("--context-tokens", min=2, help="Room for prompt plus response; default: what the model has."),
     ] = None,
-    json: AsJson = False,
 ) -> int:
     """Serve a model over SGLang's HTTP protocol, without a run. Ctrl-C ends it."""
     from asyncrl.cli.serving import serve
 
-    return serve(model, port=port, host=host, dtype=dtype, max_batch=max_batch, context_tokens=context_tokens, as_json=json)
+    return serve(model, port=port, host=host, dtype=dtype, max_batch=max_batch, context_tokens=context_tokens)

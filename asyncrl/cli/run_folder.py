@@ -129,8 +129,8 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _process_lives(pid: int, before: float) -> bool:
-    """Whether that process is there, and began before that wall time: its id may have been given to another since. A zombie, which
-    nobody has waited for yet, is none."""
+    """Whether that process is there, and began before that wall time: its id may have been given to another since. A zombie is
+    none: it has ended, and nobody has waited for it yet."""
     import psutil
 
     try:

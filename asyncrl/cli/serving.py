@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from asyncrl.errors import UserError
-from asyncrl.pipeline.model_folder import read_model
+from asyncrl.pipeline.model_folder import BUILTIN_PREFIX, read_model
 
 
-def serve(model: str, *, port: int, host: str, dtype: str, max_batch: int, context_tokens: int | None, as_json: bool) -> int:
-    """Serve until a signal. Raises UserError for a model that cannot be read."""
+def serve(model: str, *, port: int, host: str, dtype: str, max_batch: int, context_tokens: int | None) -> int:
+    """Serve until a signal; the exit code. Raises UserError for a model that cannot be read or an option that it cannot have."""
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype is {dtype}, but must be float32 or bfloat16")
     facts = read_model(model, needs_tokenizer=False)
     if context_tokens is not None and facts.context_tokens is not None and context_tokens > facts.context_tokens:
         raise UserError(f"--context-tokens is {context_tokens}, but the context of {model} is {facts.context_tokens}: lower it")
+    from asyncrl.engines.embedded import EngineOptions
     from asyncrl.services.inference import serve
 
-    serve(model, port=port, host=host, dtype=dtype, max_batch=max_batch, context_tokens=context_tokens)
-    return 0
+    options = EngineOptions(dtype=dtype, max_batch=max_batch, context_tokens=context_tokens)
+    return serve(_folder(model), host=host, port=port, options=options)
+
+
+def _folder(model: str) -> str:
+    """A built-in is made on first use; any other model lies where it says."""
+    if not model.startswith(BUILTIN_PREFIX):
+        return model
+    from asyncrl.data.builtin import arithmetic
+    from asyncrl.engines.builtin.prepare import prepare
+
+    return str(prepare(model, arithmetic.examples(), seed=0))

@@ -47,7 +47,11 @@ def advice(config: Config, facts: Facts) -> list[str]:
     if rollout.max_concurrent < rollout.group_size:
         said.append(f"rollout.max_concurrent is {rollout.max_concurrent}, less than one group of {rollout.group_size}")
     processes = training.ranks + config.inference.servers
-    if facts.cores is not None and not facts.gpus and processes > facts.cores:
+    if 0 < facts.gpus < processes:
+        said.append(
+            f"{processes} processes compute (ranks and servers) and there are {facts.gpus} GPUs: all of them run on the CPU"
+        )
+    elif facts.cores is not None and not facts.gpus and processes > facts.cores:
         said.append(f"{processes} processes compute (ranks and servers) and there are {facts.cores} cores: they share them")
     return said
 

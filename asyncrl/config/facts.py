@@ -1,14 +1,11 @@
 """What the cross-checks need to know beyond the file: the model's sizes, the data's rows, the machine.
 
-`asyncrl.pipeline.preflight` gathers them; here are their shape, and the facts of built-in models (made on first use).
+`asyncrl.pipeline.preflight` gathers them; here is only their shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-BUILTIN_PREFIX = "builtin/"
 
 
 @dataclass(frozen=True)
@@ -41,11 +38,3 @@ class Facts:
     cores: int | None = None
     memory_bytes: int | None = None
     gpus: int = 0
-
-
-BUILTIN_MODELS: Mapping[str, ModelFacts] = {
-    "builtin/arithmetic": ModelFacts(
-        context_tokens=128, parameters=107_072, layers=2, kv_heads=2, head_dim=16, vocabulary=64, architecture="Qwen2ForCausalLM"
-    ),
-}
-"""The one place that says how long a built-in model's context is; the engines build the model from here."""

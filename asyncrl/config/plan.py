@@ -94,44 +94,24 @@ def _sizes(config: Config, facts: Facts) -> dict[str, int | None]:
 
 
 def _processes(config: Config, facts: Facts) -> list[PlannedProcess]:
-    local, gpus = "one port, chosen when it starts", facts.gpus
-    planned = [
-        PlannedProcess("rollouter", "draws prompts, asks for responses, evaluates", "cpu", local, PLAIN_PROCESS),
-        PlannedProcess(
-            "message_queue",
-            "the bounded queue and the ledger",
-            "cpu",
-            "two ports, chosen when it starts",
-            PLAIN_PROCESS + _queue_bytes(config),
-        ),
-        PlannedProcess("parameter_sync", "carries policy versions to the servers", "cpu", local, TORCH_PROCESS),
-        PlannedProcess("reward", "hands out responses, assembles scored groups", "cpu", local, PLAIN_PROCESS),
+    """In the order of `asyncrl status`. Each rank and each server has a GPU of its own, or none has one."""
+    ranks, servers = config.training.ranks, config.inference.servers
+    devices = [f"cuda:{index}" if facts.gpus >= ranks + servers else "cpu" for index in range(ranks + servers)]
+
+    def process(name: str, work: str, memory: int | None, device: str = "cpu", ports: str = "one") -> PlannedProcess:
+        return PlannedProcess(name, work, device, f"{ports}, chosen when it starts", memory)
+
+    queue_memory = PLAIN_PROCESS + _queue_bytes(config)
+    trainer_memory, server_memory = _trainer(config, facts), _server(config, facts)
+    return [
+        process("rollouter", "draws prompts, asks for responses, evaluates", PLAIN_PROCESS),
+        process("message_queue", "the bounded queue and the ledger", queue_memory, ports="two"),
+        process("parameter_sync", "carries policy versions to the servers", TORCH_PROCESS),
+        process("reward", "hands out responses, assembles scored groups", PLAIN_PROCESS),
+        *(process(f"reward/{i}", "runs reward functions", 2 * PLAIN_PROCESS) for i in range(config.reward.workers)),
+        *(process(f"trainer/{i}", "trains", trainer_memory, devices[i], ports="two") for i in range(ranks)),
+        *(process(f"inference/{i}", "generates", server_memory, devices[ranks + i], ports="three") for i in range(servers)),
     ]
-    for worker in range(config.reward.workers):
-        planned.append(PlannedProcess(f"reward/{worker}", "runs reward functions", "cpu", local, 2 * PLAIN_PROCESS))
-    for rank in range(config.training.ranks):
-        planned.append(
-            PlannedProcess(
-                f"trainer/{rank}",
-                "trains",
-                _device(rank, gpus),
-                "one port, and one of the process group",
-                _trainer(config, facts),
-            )
-        )
-    for server in range(config.inference.servers):
-        device = _device(config.training.ranks + server, gpus)
-        planned.append(
-            PlannedProcess(
-                f"inference/{server}", "generates", device, "three ports, chosen when it starts", _server(config, facts)
-            )
-        )
-    return planned
-
-
-def _device(index: int, gpus: int) -> str:
-    """Ranks take the GPUs first, then the servers; more processes than GPUs share them in turn."""
-    return f"cuda:{index % gpus}" if gpus else "cpu"
 
 
 def _context(config: Config) -> int:

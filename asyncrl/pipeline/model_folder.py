@@ -10,9 +10,25 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.config.facts import BUILTIN_MODELS, BUILTIN_PREFIX, ModelFacts
+from asyncrl.config.facts import ModelFacts
 from asyncrl.config.walk import nearest
+from asyncrl.engines.builtin.characters import NUM_TOKENS
+from asyncrl.engines.builtin.prepare import CONTEXT_TOKENS
 from asyncrl.errors import UserError
+
+BUILTIN_PREFIX = "builtin/"
+BUILTIN_MODELS: Mapping[str, ModelFacts] = {
+    "builtin/arithmetic": ModelFacts(
+        context_tokens=CONTEXT_TOKENS,
+        parameters=107_072,
+        layers=2,
+        kv_heads=2,
+        head_dim=16,
+        vocabulary=NUM_TOKENS,
+        architecture="Qwen2ForCausalLM",
+    ),
+}
+"""A built-in's folder is made on first use; its facts are known before."""
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
