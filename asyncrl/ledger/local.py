@@ -48,7 +48,9 @@ class LocalLedgerClient:
         self._tell(changes)
 
     async def end(self, ends: Sequence[End]) -> None:
-        self.end_at_once(ends)
+        changes = self.attempts.end(ends)
+        self._record(changes)
+        self._tell(changes)
 
     async def finish_step(self, record: StepRecord) -> None:
         changes = self.attempts.finish_step(record)
@@ -82,9 +84,9 @@ class LocalLedgerClient:
         """The queue has accepted the scored groups of these attempts, and nobody has taken them yet."""
         self._record(self.attempts.queue(ids))
 
-    def end_at_once(self, ends: Sequence[End]) -> None:
-        """`end`, for those who are in this process and cannot wait."""
-        changes = self.attempts.end(ends)
+    def cut_short(self, ends: Sequence[End]) -> None:
+        """Ends that the queue makes by itself, without the groups' holders."""
+        changes = self.attempts.cut_short(ends)
         self._record(changes)
         self._tell(changes)
 

@@ -79,6 +79,7 @@ class Attempts:
     def __init__(self) -> None:
         self._live: dict[GroupId, LiveGroup] = {}  # in order of dispatch
         self._seen = _IdSet()
+        self._cut = _IdSet()
         self._owed: dict[GroupId, None] = {}
         self._events: deque[End | None] = deque()
         self._first_event = 0
@@ -119,16 +120,23 @@ class Attempts:
         return changes
 
     def end(self, ends: Sequence[End]) -> Changes:
-        """Ends outside a step: failed, expired at the pick, filtered and replaced under refill. Once training is over a group
-        that has ended already is passed over: its holder could not know."""
-        if self.final_version is not None:
-            ends = [end for end in ends if self.state(end.id) != "ended"]
+        """Ends outside a step: failed, expired at the pick, filtered and replaced under refill. A group that was cut short, or
+        that had ended when training was over, is passed over: its holder could not know."""
+        over = self.final_version is not None
+        ends = [end for end in ends if end.id not in self._cut and not (over and self.state(end.id) == "ended")]
         for end in ends:
             if end.state == "trained":
                 raise IllegalTransition(f"group {end.id} cannot train outside a step: name it in finish_step")
         self._check_ends(ends)
         changes = Changes([Transition(end.id, end.state, plain_text(end.reason)) for end in ends], _reissues(ends))
         self.apply(changes)
+        return changes
+
+    def cut_short(self, ends: Sequence[End]) -> Changes:
+        """Ends that the groups' holders did not ask for and have yet to hear of."""
+        changes = self.end(ends)
+        for transition in changes.transitions:
+            self._cut.add(transition.id)
         return changes
 
     def finish_step(self, record: StepRecord) -> Changes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,9 +138,12 @@ class LedgerWriter:
         self._pending = []
 
     def close(self) -> None:
-        """Flush, fold the write-ahead log into the file, let go."""
+        """Flush, fold the write-ahead log into the file, let go. The file then stands alone, unless somebody reads it just now."""
         self.flush()
         with _naming(self.path):
+            self._file.execute("PRAGMA busy_timeout = 0")
+            with suppress(sqlite3.OperationalError):
+                self._file.execute("PRAGMA journal_mode = DELETE")
             self._file.close()
 
     def _create(self) -> None:

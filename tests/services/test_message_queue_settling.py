@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from asyncrl.errors import IllegalTransition
@@ -94,14 +92,13 @@ async def test_a_finished_step_settles_what_it_took_and_nothing_else():
 
 async def test_an_end_settles_trajectories_nobody_has_taken_and_frees_their_room():
     queue = Queue()
-    poked = asyncio.Event()
-    queue.hooks.poke = poked.set
+    woken = []
+    queue.exchange.wake = lambda: woken.append(True)
     await queue.dispatch(1)
     queue.send_members(1, range(3))
     await queue.ledger.end([End(id_of(1), "failed", "lost")])
     assert queue.unsettled(ROLLOUTS) == []
-    async with asyncio.timeout(5):
-        await poked.wait()
+    assert woken
 
 
 @pytest.mark.parametrize("topic", [ROLLOUTS, SCORED])
@@ -154,6 +151,20 @@ async def test_a_payload_that_is_no_message_fails_its_group_by_name(topic):
     assert queue.ledger.attempts.counts()["failed"] == 1
     assert queue.ledger.attempts.reasons == {"failed: malformed message": 1}
     assert queue.unsettled(ROLLOUTS) == queue.unsettled(SCORED) == []
+    await queue.ledger.end([End(id_of(1), "failed", "too few scored: 1 of 2")])  # the Reward front could not know
+    assert queue.ledger.attempts.counts()["failed"] == 1
+
+
+async def test_a_group_that_ends_between_acceptance_and_publication_stays_ended():
+    queue = Queue()
+    await queue.dispatch(1)
+    queue.send_members(1, range(2))
+    message = queue.take(ROLLOUTS)[0]
+    queue.send_scored(1, publish=False)
+    queue.exchange.refuse(ROLLOUTS, message, "bad header")
+    assert queue.take(SCORED) == []
+    assert queue.ledger.attempts.counts()["failed"] == 1
+    assert queue.unsettled(SCORED) == []
 
 
 async def test_the_end_of_training_empties_both_topics():

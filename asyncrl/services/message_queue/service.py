@@ -38,7 +38,6 @@ class MessageQueueService:
     async def start(self) -> dict[str, str]:
         """Open the ledger's file, bind both sockets: ``rpc`` and ``broker``."""
         self._ledger.write_to(LedgerWriter(self._run_dir / FILE_NAME, wall=self._clock.wall))
-        self._queue.poke = self._broker.poke
         self._rpc.add(ledger_handlers(self._ledger, self._counts))
         self._rpc.add({"queue.unsettled": self.unsettled, "queue.stats": self._broker.stats})
         addresses = {"broker": await self._broker.start(), "rpc": await self._rpc.start()}

@@ -8,9 +8,8 @@ a message turns out to be none                     → its attempt has failed
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from asyncrl.config.schema import Config
 from asyncrl.ledger.local import LocalLedgerClient
@@ -39,14 +38,12 @@ def connect(ledger: LocalLedgerClient, topics: Iterable[TopicSpec], *, lease_sec
 
 
 class LedgerHooks:
-    """`QueueHooks` over a ledger. `poke`, where set, is called soon after a settlement, to grant what it freed."""
+    """`QueueHooks` over a ledger."""
 
     exchange: Exchange
 
     def __init__(self, ledger: LocalLedgerClient):
         self._ledger = ledger
-        self._poke_due = False
-        self.poke: Callable[[], None] | None = None
 
     def is_ended(self, group_id: str) -> bool:
         """Only a live attempt's messages are wanted; an id that is none belongs to no attempt."""
@@ -57,7 +54,7 @@ class LedgerHooks:
         queued: dict[GroupId, None] = {}
         for message_id, group_id in accepted:
             id = GroupId.parse(group_id)
-            if self._ledger.attempts.state(id) == "queued" or id in queued:
+            if self._ledger.attempts.state(id) != "in_flight" or id in queued:
                 self.exchange.settle(topic, (message_id,))  # a second copy, of a group whose scored group is here
             elif topic == SCORED:
                 queued[id] = None
@@ -70,19 +67,12 @@ class LedgerHooks:
         log.warning("message %s of topic %s is no message: %s", message_id, topic, reason)
         id = _parse(group_id)
         if id is not None and id in self._ledger.attempts:
-            self._ledger.end_at_once([End(id, "failed", f"malformed message: {message_id} in {topic}: {reason}")])
+            self._ledger.cut_short([End(id, "failed", f"malformed message: {message_id} in {topic}: {reason}")])
 
     def settle(self, ended: Sequence[GroupId]) -> None:
         """These attempts have ended."""
-        settled = sum(self.exchange.settle_group(str(id)) for id in ended)
-        if settled and self.poke is not None and not self._poke_due:
-            self._poke_due = True
-            asyncio.get_running_loop().call_soon(self._poke_soon)
-
-    def _poke_soon(self) -> None:
-        self._poke_due = False
-        if self.poke is not None:
-            self.poke()
+        for id in ended:
+            self.exchange.settle_group(str(id))
 
 
 def _parse(group_id: str) -> GroupId | None:
