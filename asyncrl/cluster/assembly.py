@@ -1,0 +1,245 @@
+"""The wiring: which real parts each row of a run is made of.
+
+    row              service               its parts
+    message_queue    MessageQueueService   broker and ledger of its own
+    parameter_sync   ParameterSyncService  a ZeroMQ channel to each server's receiver
+    inference/i      InferenceServer       the embedded engine, a weight receiver around it
+    trainer/i        TrainerService        FSDP2 engine, shared-memory publisher; rank 0 also receiver, ledger, tracker
+    rollouter        Rollouter             prompt source, fleet client, agent, sender, ledger, tracker
+    reward           RewardFront           receiver, sender, ledger, tracker
+    reward/i         RewardWorker          an executor of the run's reward functions
+
+Imports stand inside the builders, so that a process loads what its own row needs and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.clock import SystemClock
+from asyncrl.cluster.spec import RunSpec
+from asyncrl.services.service import AddressBook, Service
+from asyncrl.services.supervisor import Row
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+    from asyncrl.protocols import TrainingEngine
+    from asyncrl.services.reward import FrontParts
+    from asyncrl.services.rollouter.parts import RollouterParts
+    from asyncrl.services.trainer.parts import TrainerParts
+
+CLOCK = SystemClock()
+BUILTIN_SEED = 0  # built-in models are the same for every run, whatever the run's seed
+SERVER_DTYPES = {"float32": "float32", "bfloat16": "bfloat16"}
+
+
+def assemble(spec: RunSpec, row: Row) -> Service:
+    """The service of `row`, not started."""
+    if row.role == "reward" and row.index is not None:
+        return _reward_worker(spec, row.index)
+    return _BUILDERS[row.role](spec, row)
+
+
+def model_folder(config: Config) -> Path | str:
+    """Where the policy lies; a built-in one is made first, if it is not there yet."""
+    if not config.model.path.startswith("builtin/"):
+        return config.model.path
+    from asyncrl.data.builtin import arithmetic
+    from asyncrl.engines.builtin import prepare
+
+    return prepare(config.model.path, arithmetic.examples(), seed=BUILTIN_SEED)
+
+
+def _message_queue(spec: RunSpec, row: Row) -> Service:
+    from asyncrl.services.message_queue import MessageQueueService
+
+    return MessageQueueService(spec.parsed_config(), Path(spec.run_dir), clock=CLOCK)
+
+
+def _parameter_sync(spec: RunSpec, row: Row) -> Service:
+    from asyncrl.services.parameter_sync import ParameterSyncService, SyncSettings
+    from asyncrl.weight_sync.channel import ReceiverChannel
+
+    sync = spec.parsed_config().sync
+    throttle = sync.max_megabytes_per_second
+    settings = SyncSettings(
+        transport=sync.transport,
+        kv_policy=sync.kv_policy,
+        verify=sync.verify,
+        bucket_bytes=int(sync.bucket_megabytes * 1e6),
+        bytes_per_second=throttle * 1e6 if throttle is not None else None,
+        timeout_seconds=sync.timeout_seconds,
+    )
+    return ParameterSyncService(settings, connect=ReceiverChannel, clock=CLOCK)
+
+
+def _inference(spec: RunSpec, row: Row) -> Service:
+    from asyncrl.engines.embedded import EngineOptions
+    from asyncrl.services.inference import InferenceServer
+    from asyncrl.weight_sync.receiver import WeightReceiver
+
+    config = spec.parsed_config()
+    room = config.inference.context_tokens or config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    options = EngineOptions(
+        dtype=config.model.dtype,
+        device=_server_device(),
+        context_tokens=room,
+        max_batch=config.inference.max_batch,
+        tokenizer=config.model.tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return InferenceServer(row.name, model_folder(config), options, make_receiver=WeightReceiver)
+
+
+def _server_device() -> str:
+    """Ray shows a process only the GPU that it was given."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _trainer(spec: RunSpec, row: Row) -> Service:
+    from asyncrl.engines.fsdp import FsdpLauncher
+    from asyncrl.services.trainer import TrainerService
+
+    config = spec.parsed_config()
+    rank = row.index or 0
+
+    async def connect(book: AddressBook, engine: TrainingEngine) -> TrainerParts:
+        return _trainer_parts(spec, config, rank, book, engine)
+
+    launcher = FsdpLauncher(config, model_path=model_folder(config), rank=rank)
+    return TrainerService(config, Path(spec.run_dir), rank, launcher=launcher, connect=connect, clock=CLOCK)
+
+
+def _trainer_parts(spec: RunSpec, config: Config, rank: int, book: AddressBook, engine: Any) -> TrainerParts:
+    from asyncrl.services.ledger_client import RpcLedgerClient
+    from asyncrl.services.trainer.parts import LeaderParts, TrainerParts
+    from asyncrl.tracking import RemoteTracker
+    from asyncrl.transport.client import QueueReceiver
+    from asyncrl.transport.rpc import RpcClient
+    from asyncrl.weight_sync.publisher import ShmPublisher
+
+    publisher = ShmPublisher(
+        engine.named_parameters(),
+        run_id=spec.run_id,
+        address=book["parameter_sync"]["rpc"],
+        incarnation=spec.incarnation,
+        bucket_bytes=int(config.sync.bucket_megabytes * 1e6),
+        timeout_seconds=config.sync.timeout_seconds,
+        rank=rank,
+        world_size=config.training.ranks,
+        wire_dtype=SERVER_DTYPES[config.model.dtype],
+    )
+    if rank:
+        return TrainerParts(publisher=publisher)
+    queue = RpcClient(book["message_queue"]["rpc"])
+    leader = LeaderParts(
+        receiver=QueueReceiver(book["message_queue"]["broker"], "scored"),
+        ledger=RpcLedgerClient(queue),
+        tracker=RemoteTracker(book["supervisor"]["rpc"]),
+    )
+    return TrainerParts(publisher=publisher, leader=leader, closers=(queue.close,))
+
+
+def _rollouter(spec: RunSpec, row: Row) -> Service:
+    from asyncrl.services.rollouter import Rollouter
+
+    config = spec.parsed_config()
+
+    async def connect(book: AddressBook) -> RollouterParts:
+        return _rollouter_parts(spec, config, book)
+
+    return Rollouter(config, connect, clock=CLOCK)
+
+
+def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> RollouterParts:
+    from asyncrl.agents import load_agent
+    from asyncrl.data import open_eval_prompts, open_prompts
+    from asyncrl.engines.client import FleetClient
+    from asyncrl.engines.tokenizer import HfTokenizer
+    from asyncrl.services.ledger_client import RpcLedgerClient
+    from asyncrl.services.rollouter.parts import RollouterParts, RpcScorer
+    from asyncrl.tracking import RemoteTracker
+    from asyncrl.transport.client import QueueSender
+    from asyncrl.transport.rpc import RpcClient
+    from asyncrl.weight_sync.fleet_client import RpcFleet
+
+    data, objects = config.data, spec.objects
+    train = objects.train if objects.train is not None else data.train
+    held_out = objects.eval if objects.eval is not None else data.eval
+    folder = model_folder(config)
+    tokenizer = HfTokenizer(config.model.tokenizer or folder, model_path=folder, trust_remote_code=config.model.trust_remote_code)
+    engine = FleetClient()
+    queue, reward = RpcClient(book["message_queue"]["rpc"]), RpcClient(book["reward"]["rpc"])
+    return RollouterParts(
+        source=open_prompts(train, seed=config.seed, shuffle=data.shuffle, epochs=data.epochs),
+        eval_prompts=[] if held_out is None else open_eval_prompts(held_out, samples=config.eval.samples),
+        tokenizer=tokenizer,
+        engine=engine,
+        agent=load_agent(objects.agent or config.rollout.agent, engine, tokenizer),
+        sender=QueueSender(book["message_queue"]["broker"], "rollouts", producer="rollouter"),
+        ledger=RpcLedgerClient(queue),
+        fleet=RpcFleet(book["parameter_sync"]["rpc"]),
+        scorer=RpcScorer(reward),
+        tracker=RemoteTracker(book["supervisor"]["rpc"]),
+        on_fleet=engine.update,
+    )
+
+
+def _reward_front(spec: RunSpec, row: Row) -> Service:
+    from asyncrl.services.reward import RewardFront
+
+    config = spec.parsed_config()
+    return RewardFront(
+        lambda book: _front_parts(spec, config, book),
+        min_scored=config.reward.min_scored,
+        limit_seconds=config.reward.timeout_seconds,
+        num_functions=len(config.reward.functions),
+        clock=CLOCK,
+    )
+
+
+def _front_parts(spec: RunSpec, config: Config, book: AddressBook) -> FrontParts:
+    from asyncrl.services.ledger_client import RpcLedgerClient
+    from asyncrl.services.reward import FrontParts
+    from asyncrl.tracking import RemoteTracker
+    from asyncrl.transport.client import QueueReceiver, QueueSender
+    from asyncrl.transport.rpc import RpcClient
+
+    return FrontParts(
+        receiver=QueueReceiver(book["message_queue"]["broker"], "rollouts"),
+        sender=QueueSender(book["message_queue"]["broker"], "scored", producer="reward"),
+        ledger=RpcLedgerClient(RpcClient(book["message_queue"]["rpc"])),
+        tracker=RemoteTracker(book["supervisor"]["rpc"]),
+    )
+
+
+def _reward_worker(spec: RunSpec, index: int) -> Service:
+    from asyncrl.rewards.executor import FunctionExecutor
+    from asyncrl.rewards.function import FunctionSpec
+    from asyncrl.services.reward import RewardWorker
+
+    reward = spec.parsed_config().reward
+    functions: list[tuple[str, str | Callable[..., Any]]] = [
+        (entry.function, spec.objects.rewards.get(position, entry.function)) for position, entry in enumerate(reward.functions)
+    ]
+    executor = FunctionExecutor(
+        [FunctionSpec.of(name, function) for name, function in functions],
+        [entry.weight for entry in reward.functions],
+        limit_seconds=reward.timeout_seconds,
+        concurrency=reward.concurrency,
+    )
+    return RewardWorker(index, executor, concurrency=reward.concurrency, clock=CLOCK)
+
+
+_BUILDERS: dict[str, Callable[[RunSpec, Row], Service]] = {
+    "message_queue": _message_queue,
+    "parameter_sync": _parameter_sync,
+    "inference": _inference,
+    "trainer": _trainer,
+    "rollouter": _rollouter,
+    "reward": _reward_front,
+}
