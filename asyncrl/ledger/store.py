@@ -101,6 +101,7 @@ class LedgerWriter:
         self.path = path
         self._wall = wall
         self._pending: list[tuple[float, Changes]] = []
+        self._closed = False
         self.attempts = Attempts()
         self._tallies = {name: Tally() for name in TALLIED}
         with _naming(path):
@@ -138,8 +139,12 @@ class LedgerWriter:
         self._pending = []
 
     def close(self) -> None:
-        """Flush, fold the write-ahead log into the file, let go. The file then stands alone, unless somebody reads it just now."""
+        """Flush, fold the write-ahead log into the file, let go: the file stands alone then, unless somebody reads it just now.
+        Closing twice is harmless."""
+        if self._closed:
+            return
         self.flush()
+        self._closed = True
         with _naming(self.path):
             self._file.execute("PRAGMA busy_timeout = 0")
             with suppress(sqlite3.OperationalError):
