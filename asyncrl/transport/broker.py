@@ -59,6 +59,7 @@ class Broker:
         self._refused: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._serve_due: asyncio.Handle | None = None
+        self._serving = False
         self._failed: asyncio.Future[NoReturn] | None = None
         self._handlers: dict[str, Callable[..., None]] = {
             "sender": self._sender, "announce": self._announce, "write": self._write, "close": self._close_sender,
@@ -95,13 +96,14 @@ class Broker:
 
     def poke(self) -> None:
         """Serve soon: a settlement outside a wake-up may have freed capacity. The exchange calls it by itself."""
-        if self._serve_due is None and self._socket is not None and not self._socket.closed:
+        if self._serve_due is None and not self._serving and self._socket is not None and not self._socket.closed:
             self._serve_due = asyncio.get_running_loop().call_soon(self._guard, self._serve)
 
     async def watch(self) -> NoReturn:
         """Wait for a hook to raise, and raise that; the broker has stopped then. Never returns otherwise."""
         assert self._failed is not None, "watch a broker that was started"
-        return await asyncio.shield(self._failed)
+        await asyncio.shield(self._failed)
+        raise AssertionError("a hook's failure is an exception")
 
     def stats(self) -> dict[str, dict[str, float]]:
         """`Exchange.stats` at this moment, plus "frames": refused frames of peers, by their error's name."""
@@ -124,6 +126,7 @@ class Broker:
                 self._socket.close()
 
     def _read(self, batch: list[Frames]) -> None:
+        self._serving = True
         for peer, *frames in batch:
             try:
                 if sum(map(len, frames)) > self._max_bytes:
@@ -139,21 +142,21 @@ class Broker:
     def _serve(self) -> None:
         if self._serve_due is not None:
             self._serve_due.cancel()
-        self._serve_due = self._timer  # any handle: `poke` from within has nothing to schedule
+            self._serve_due = None
+        self._serving = True
         now = self._clock.now()
         self.exchange.publish()
-        for name, asking in self._asking.items():
-            if asking:
-                self._deliver(name, asking, now)
+        for name in self._asking:
+            self._deliver(name, now)
             for session in self.exchange.topics[name].grant(now):
                 self._stirred.setdefault(session, 0)
-        self._serve_due = None
+        self._serving = False
         for session, beat in self._stirred.items():
             self._tell(session, beat)
         self._stirred.clear()
 
-    def _deliver(self, name: str, asking: deque[Session], now: float) -> None:
-        topic = self.exchange.topics[name]
+    def _deliver(self, name: str, now: float) -> None:
+        topic, asking = self.exchange.topics[name], self._asking[name]
         while asking and (topic.num_takeable or topic.drained):
             session = asking.popleft()
             receiver = self._receivers[session]
@@ -197,8 +200,9 @@ class Broker:
     # ── what senders say ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _sender(self, peer: bytes, topic: str, producer: str, beat: int) -> None:
+        if self._senders.setdefault(peer, (topic, None))[0] != topic:
+            raise MalformedFrame(f"this sender belongs to another topic than {topic}")
         self.exchange.topics[topic].open_sender(peer, producer, self._clock.now())
-        self._senders.setdefault(peer, (topic, None))
         self._stirred[peer] = beat
 
     def _announce(self, peer: bytes, topic: str, first: int, sizes: list[int]) -> None:
@@ -211,7 +215,7 @@ class Broker:
         of.announce(peer, first, list(map(len, payloads)), now)
         for session in of.grant(now):
             self._stirred.setdefault(session, 0)
-        incoming = [Incoming(*pair, payload) for pair, payload in zip(ids, payloads, strict=True)]
+        incoming = [Incoming(pair[0], pair[1], payload) for pair, payload in zip(ids, payloads, strict=True)]
         result = self.exchange.accept(topic, peer, first, incoming, now)
         for number, reason in result.refused:
             self._refused["MalformedFrame"] += 1
@@ -246,6 +250,8 @@ class Broker:
 
     def _cancel(self, peer: bytes, topic: str, request: int) -> None:
         receiver = self._known(peer, topic)
+        self.exchange.publish()
+        self._deliver(topic, self._clock.now())
         if receiver.open and receiver.request == request:
             self._forget_request(peer, receiver)
             receiver.delivery += 1
@@ -255,6 +261,7 @@ class Broker:
         receiver = self._known(peer, topic)
         while receiver.unconfirmed and receiver.unconfirmed[-1][0] > received:
             self.exchange.topics[topic].give_back(peer, receiver.unconfirmed.pop()[1])
+        receiver.delivery = received
 
     def _settle(self, peer: bytes, topic: str, message_ids: list[str]) -> None:
         self._known(peer, topic)

@@ -43,14 +43,15 @@ class QueueSender:
         self._broken: TransportError | None = None
         self._outbox: deque[Incoming] = deque()  # messages number handled … next − 1
         self._announced = self._granted = self._sent = self._handled = 0
-        self._eager_to = 0  # messages below this number and not below `_granted` were written without credit
+        self._eager_to = 0  # end of what was written without credit and not yet seen by the broker; 0: nothing
+        self._asked_to = 0  # end of what was announced and not yet seen by the broker; 0: nothing
         self._congested = False
         self._at_beat = (0, 0, 0)  # beat, announced and sent when it was sent
         self._waiting: deque[tuple[int, int, asyncio.Future[None]]] = deque()  # (first, end, future), in order
         self._flush_due = False
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Return when every message is accepted (or dropped as a duplicate). A caller that is cancelled has sent them all the same.
+        """Return when every message is accepted (or dropped as a duplicate). A cancelled caller has sent them all the same.
 
         Raises MessageTooLarge before anything is sent, MalformedFrame for a message that breaks a rule, DeadlineExceeded when
         the queue is silent, StreamClosed after `close` or when a newer sender of this name took over.
@@ -80,10 +81,12 @@ class QueueSender:
         closed = self._closed = asyncio.get_running_loop().create_future()
         try:
             await self._open(closing=True)
-            await asyncio.gather(*(future for _, _, future in self._waiting), return_exceptions=True)
-            if self._broken is None and self._link is not None:
-                self._link.send(["close", self._topic])
-                await closed
+            if self._outbox:
+                accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._waiting.append((self._next, self._next, accepted))
+                await accepted
+            self._say(["close", self._topic])
+            await closed
         finally:
             self._shut(StreamClosed(f"this sender of topic {self._topic} is closed"))
 
@@ -140,7 +143,7 @@ class QueueSender:
             start = self._announced - self._handled
             sizes = [len(self._outbox[index].payload) for index in range(start, len(self._outbox))]
             self._say(["announce", self._topic, self._announced, sizes])
-            self._announced = end
+            self._announced = self._asked_to = end
 
     def _eager_end(self, end: int) -> int:
         """Up to which message number the eager write goes: EAGER_BYTES, or one message."""
@@ -181,12 +184,14 @@ class QueueSender:
             self._handled += 1
         self._granted = granted
         self._sent = max(self._sent, self._handled)
-        if announced >= self._eager_to > self._handled and self._sent == self._eager_to:
-            self._sent = max(self._handled, 0)  # the broker held the rest of the eager write back: written again when granted
+        if 0 < self._eager_to <= announced:
+            if handled < self._eager_to:  # the broker took a part and holds the rest announced: to be written when granted
+                self._sent = self._handled
+                self._congested = True
             self._eager_to = 0
-            self._congested = True
-        elif granted == announced:
-            self._congested = False
+        if 0 < self._asked_to <= announced:
+            self._congested = granted < self._asked_to
+            self._asked_to = 0
         if beat == self._at_beat[0]:
             self._mend(announced)
         while self._waiting and self._waiting[0][1] <= self._handled:
@@ -207,7 +212,7 @@ class QueueSender:
         self._sent = min(self._sent, self._announced)
         if announced < announced_then or self._handled < sent_then:
             self._congested = True
-            self._eager_to = 0
+            self._eager_to = self._asked_to = 0
 
     def _on_failed(self, number: int, kind: str, text: str) -> None:
         for first, end, accepted in self._waiting:
@@ -252,6 +257,7 @@ class QueueReceiver:
         self._received = 0
         self._answer: asyncio.Future[None] | None = None  # of the request that is open
         self._request_at_beat = (0, 0)  # beat, and the request open when it was sent
+        self._cancelled = False  # the open request has been asked to be answered now
         self._ended = False
         self._left: asyncio.Future[None] | None = None
         self._broken: TransportError | None = None
@@ -318,13 +324,14 @@ class QueueReceiver:
                 raise StreamClosed(f"topic {self._topic} has ended")
             if self._answer is None or self._answer.done():
                 self._answer = loop.create_future()
-                self._max_items = max_items
+                self._max_items, self._cancelled = max_items, False
                 self._say_take()
             answered = asyncio.shield(self._answer)
             try:
                 async with asyncio.timeout_at(deadline):
                     await answered
             except TimeoutError:
+                self._cancelled = True
                 link.send(["cancel", self._topic, self._request])
                 await self._answer
             if loop.time() >= deadline:
@@ -343,22 +350,21 @@ class QueueReceiver:
 
     def _on_message(self, kind: str, fields: list[Any], payloads: Sequence[bytes]) -> None:
         if kind == "deliver":
-            self._on_deliver(*fields, payloads)
+            self._on_deliver(fields[0], fields[2], payloads)
         elif kind == "beat":
             self._on_beat(*fields)
         elif kind == "end":
             self._ended = True
-            self._answered(fields[0])
+            self._answered()
         elif kind == "left" and self._left is not None and not self._left.done():
             self._left.set_result(None)
         elif kind == "error":
             self._broken = error_of(*fields)
             self._fail_waits(self._broken)
 
-    def _on_deliver(self, delivery: int, request: int, contents: Iterable[tuple[str, bool]], payloads: Sequence[bytes]) -> None:
+    def _on_deliver(self, delivery: int, contents: Iterable[tuple[str, bool]], payloads: Sequence[bytes]) -> None:
         if delivery != self._received + 1:
-            self._on_lost()
-            return
+            return  # one before it was lost: the next beat tells the broker, which gives both back
         self._received = delivery
         for (message_id, redelivered), payload in zip(contents, payloads, strict=True):
             try:
@@ -366,22 +372,21 @@ class QueueReceiver:
             except FrameError as error:
                 self.refused += 1
                 self._open().send(["refuse", self._topic, message_id, f"{type(error).__name__}: {error}"])
-        self._answered(request)
+        self._answered()
 
     def _on_beat(self, beat: int, open_request: int, delivery: int) -> None:
         """The broker has read everything that was written before the beat, and what it wrote before has come."""
         beat_then, request_then = self._request_at_beat
         waiting = self._answer is not None and not self._answer.done()
         if delivery > self._received:
-            self._on_lost()
+            self._open().send(["lost", self._topic, self._received])
         if beat == beat_then and waiting and request_then == self._request != open_request:
             self._say_take()
+            if self._cancelled:
+                self._open().send(["cancel", self._topic, self._request])
 
-    def _on_lost(self) -> None:
-        self._open().send(["lost", self._topic, self._received])
-
-    def _answered(self, request: int) -> None:
-        if request == self._request and self._answer is not None and not self._answer.done():
+    def _answered(self) -> None:
+        if self._answer is not None and not self._answer.done():
             self._answer.set_result(None)
 
     def _fail_waits(self, error: TransportError) -> None:

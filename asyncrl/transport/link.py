@@ -24,8 +24,8 @@ def error_of(kind: str, text: str) -> TransportError:
 
 
 class Link:
-    """Opened on the running loop. `beat(number)` gives the body of a heartbeat; `on_message(kind, fields, payloads)` gets what the
-    broker says; `on_silence(error)` is called at each heartbeat for which the broker was silent for `silence_seconds`.
+    """Opened on the running loop. `beat(number)` gives the body of a heartbeat; `on_message(kind, fields, payloads)` gets what
+    the broker says; `on_silence(error)` is called at each heartbeat for which the broker was silent for `silence_seconds`.
 
     Silence is counted in heartbeats that stayed unanswered, so a loop that was held up does not take its own delay for silence.
     """

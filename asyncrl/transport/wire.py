@@ -10,7 +10,7 @@
     receiver → broker   receiver(topic, beat)           here I am; echoed in `beat`
                         take(topic, request, max_items, received)      `received`: number of the last delivery that came
                         cancel(topic, request)          answer it now, if need be with nothing
-                        lost(topic, received)           deliveries after this one did not come
+                        lost(topic, received)           deliveries after this one did not come; numbered anew
                         settle(topic, message_ids)      done with
                         refuse(topic, message_id, reason)              its payload is no message
                         leave(topic)                    gives its leases back
