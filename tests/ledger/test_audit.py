@@ -283,3 +283,11 @@ def test_the_report_is_plain_json_and_a_text_that_says_the_law(trained_run):
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(LedgerError, match="name the directory of a run"):
         audit(tmp_path)
+
+
+def test_a_run_that_has_started_nothing_yet_is_clean(small_run):
+    run = small_run(0)
+    for ask in (None, Witness(run.attempts)):
+        report = audit_at_once(run.run_dir, ask)
+        assert report.ok, report.to_text()
+        assert report.counts["dispatched"] == 0

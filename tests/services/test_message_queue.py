@@ -17,7 +17,7 @@ from asyncrl.messages import GroupId
 from asyncrl.protocols import Dispatch, End, PromptCursor, StepRecord
 from asyncrl.services.ledger_client import RpcLedgerClient
 from asyncrl.services.live_witness import RpcLiveWitness
-from asyncrl.services.message_queue import MessageQueueService
+from asyncrl.services.message_queue import MessageQueueService, topics_of
 from asyncrl.transport.client import QueueReceiver, QueueSender
 from asyncrl.transport.rpc import RpcClient, RpcServer
 from tests.ledger.conftest import SmallRun
@@ -244,3 +244,14 @@ def test_a_witness_says_so_when_a_part_does_not_answer():
     witness = RpcLiveWitness(rollouter=nobody, reward=nobody, message_queue=nobody, timeout=0.05)
     with pytest.raises(DeadlineExceeded):
         witness.in_flight()
+
+
+def test_each_topic_has_the_configured_capacity_and_ends_with_its_one_producer():
+    rollouts, scored = topics_of(config_with(capacity=16))
+    assert (rollouts.name, rollouts.producers, scored.name, scored.producers) == (
+        "rollouts",
+        ("rollouter",),
+        "scored",
+        ("reward",),
+    )
+    assert (rollouts.capacity_items, scored.capacity_items, scored.capacity_bytes) == (16, 16, 256_000_000)
