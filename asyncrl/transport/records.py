@@ -65,9 +65,11 @@ class Acceptance:
 
 @dataclass
 class TopicStats:
-    """Figures of one topic. depth and bytes count accepted, never yet taken messages; held: on lease; returned: waiting to be
-    delivered again; blocked_seconds: summed over senders, time with an announced message without credit; the rest are totals."""
+    """Figures of one topic. waiting: announced messages without credit; depth and bytes: accepted, never yet taken messages;
+    held: on lease; returned: waiting to be delivered again; blocked_seconds: summed over senders, time with an announced message
+    without credit; the rest are totals."""
 
+    waiting: int = 0
     depth: int = 0
     max_depth: int = 0
     bytes: int = 0

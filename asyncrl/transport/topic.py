@@ -298,6 +298,7 @@ class Topic:
         """Figures at this moment, waits in progress included."""
         current = TopicStats(**asdict(self._stats))
         current.depth, current.bytes = len(self._ready), self._ready_bytes
+        current.waiting = sum(count for _, count in self._waiting)
         current.returned = len(self._returned)
         current.held = len(self._messages) - len(self._ready) - len(self._returned)
         current.blocked_seconds += sum(
