@@ -133,7 +133,7 @@ def _rewards(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "reward.min_scored",
             f"reward.min_scored is {reward.min_scored}, but rollout.group_size is {config.rollout.group_size}, so every group "
-            "would fail: lower reward.min_scored to at most {config.rollout.group_size}",
+            f"would fail: lower reward.min_scored to at most {config.rollout.group_size}",
         )
 
 

@@ -7,9 +7,14 @@ absolute paths, so that it means the same from anywhere.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from asyncrl.config.functions import names_function
 from asyncrl.config.schema import Config
+
+S = TypeVar("S", bound=BaseModel)
 
 NOT_IMPORTABLE = "<not importable>"
 """How a Python object that cannot be imported by name stands in config.yaml; what follows names the script that made it."""
@@ -24,23 +29,22 @@ def not_importable(script: str | Path) -> str:
 
 def absolute_paths(config: Config, cwd: Path) -> Config:
     """The same configuration with every relative path made absolute from `cwd`."""
-    functions = [item.model_copy(update={"function": _source(item.function, cwd)}) for item in config.reward.functions]
-    mlflow = config.tracking.mlflow
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(
-                update={"path": _folder(config.model.path, cwd), "tokenizer": _optional(config.model.tokenizer, cwd)}
-            ),
-            "data": config.data.model_copy(
-                update={"train": _source(config.data.train, cwd), "eval": config.data.eval and _source(config.data.eval, cwd)}
-            ),
-            "rollout": config.rollout.model_copy(update={"agent": _source(config.rollout.agent, cwd)}),
-            "reward": config.reward.model_copy(update={"functions": functions}),
-            "tracking": config.tracking.model_copy(
-                update={"mlflow": mlflow and mlflow.model_copy(update={"uri": _store(mlflow.uri, cwd)})}
-            ),
-        }
+    functions = [_with(item, function=_source(item.function, cwd)) for item in config.reward.functions]
+    data, mlflow, tokenizer = config.data, config.tracking.mlflow, config.model.tokenizer
+    return _with(
+        config,
+        model=_with(config.model, path=_folder(config.model.path, cwd), tokenizer=tokenizer and _folder(tokenizer, cwd)),
+        data=_with(data, train=_source(data.train, cwd), eval=data.eval and _source(data.eval, cwd)),
+        rollout=_with(config.rollout, agent=_source(config.rollout.agent, cwd)),
+        reward=_with(config.reward, functions=functions),
+        tracking=_with(config.tracking, mlflow=mlflow and _with(mlflow, uri=_store(mlflow.uri, cwd))),
     )
+
+
+def _with(section: S, **values: Any) -> S:
+    """The section with these values; which of its fields the user has set stays what it was."""
+    changed = {name: value for name, value in values.items() if value != getattr(section, name)}
+    return section.model_copy(update=changed) if changed else section
 
 
 def _source(text: str, cwd: Path) -> str:
@@ -55,10 +59,6 @@ def _folder(text: str, cwd: Path) -> str:
     """A model folder: what is written as a path, or lies under `cwd`; else a built-in or a hub name, which stay."""
     looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1
     return str(_absolute(Path(text), cwd)) if looks_like_path or _absolute(Path(text), cwd).is_dir() else text
-
-
-def _optional(text: str | None, cwd: Path) -> str | None:
-    return None if text is None else _folder(text, cwd)
 
 
 def _store(uri: str, cwd: Path) -> str:

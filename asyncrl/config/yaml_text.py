@@ -112,6 +112,11 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        """Line breaks that only YAML knows survive in double quotes alone."""
+        style = '"' if any(character in data for character in "\x85\u2028\u2029\ufeff") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = node.value.replace("+", "")
@@ -126,5 +131,6 @@ for _tag, _pattern, _first in _CORE:
     _Loader.add_implicit_resolver(_tag, _pattern, list(_first))
     if _tag != "tag:yaml.org,2002:merge":
         _Dumper.add_implicit_resolver(_tag, _pattern, list(_first))
+_Dumper.add_representer(str, _Dumper.represent_text)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)

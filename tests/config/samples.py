@@ -1,0 +1,66 @@
+"""Small configurations, and wrong values for every kind of field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.config.walk import Node, names_of
+
+MINIMAL: dict[str, Any] = {
+    "model": {"path": "builtin/arithmetic"},
+    "data": {"train": "builtin/arithmetic"},
+    "reward": {"functions": [{"function": "exact_match"}]},
+    "training": {"steps": 30},
+    "rollout": {"max_prompt_tokens": 16, "max_response_tokens": 8},
+}
+
+
+def at(values: dict[str, Any], key: str) -> tuple[Any, Any]:
+    """The holder of a key and the key's last part, sections on the way made; of a list the first item is meant."""
+    here: Any = values
+    parts = key.split(".")
+    for part in parts[:-1]:
+        below = here.get(part)
+        if isinstance(below, str):  # an entry by its name
+            below = {"name": below}
+        if below is None:
+            below = {}
+        here[part] = below
+        here = below[0] if isinstance(below, list) else below
+    return here, parts[-1]
+
+
+def wrong_values(node: Node) -> list[Any]:
+    """Values of other types than the field takes."""
+    text = str(node.info.annotation)
+    if node.is_list:
+        return [1, "text", {"a": 1}, [], [3], None]
+    if node.models:
+        return [1, 2.5, True, [1]] + ([] if node.is_entry else ["text"]) + ([] if "None" in text else [None])
+    if names_of(node):
+        return [1, 2.5, True, [1], {"a": 1}, "no_such_name", None]
+    wrong: list[Any] = [[1], {"a": 1}]
+    if "None" not in text:
+        wrong.append(None)
+    if "str" in text:
+        return [*wrong, 1, 2.5, True]
+    if "bool" in text:
+        return [*wrong, 1, 0, "true", 2.5]
+    if "int" in text:
+        return [*wrong, "1", 1.5, True, 2.0]
+    return [*wrong, "1", "1e-3", True, float("nan"), float("inf")]
+
+
+def good_value(node: Node) -> Any:
+    """A value that a field takes and that is not always its default."""
+    names = names_of(node)
+    if names:
+        return names[0]
+    if not node.info.is_required():
+        default = node.info.get_default(call_default_factory=True, validated_data={})
+        if default is not None:
+            return default.model_dump() if hasattr(default, "model_dump") else default
+    text = str(node.info.annotation)
+    if node.is_list:
+        return [{"function": "numeric"}]
+    return 64 if "int" in text else 64.0 if "float" in text else "builtin/arithmetic"
