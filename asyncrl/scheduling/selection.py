@@ -88,13 +88,14 @@ class Selector:
     """The groups in the trainer's hands, and the next step's pick among them.
 
     Invariants: a group that was added is either in the pool, or in exactly one decision (leaving or taken); under `wait` none
-    expires as long as admission kept its bound; at most ⌊max_refill_factor·G⌋ groups are looked at per step under `refill`.
+    expires as long as admission kept its bound, for which every step takes G groups until the data ends: under `refill` at most
+    ⌊max_refill_factor·G⌋ − G groups are replaced per step, and what the filter drops beyond them is taken as under `drop`.
     """
 
     def __init__(self, rules: SelectionRules):
         self.rules = rules
         self._pool: dict[GroupId, Candidate] = {}
-        self._looked = 0  # under refill, in the present step
+        self._replaced = 0  # in the present step
 
     def __contains__(self, id: GroupId) -> bool:
         return id in self._pool
@@ -115,27 +116,19 @@ class Selector:
         leaving = self._expire(finished_steps)
         taken, replaced = self._fill()
         leaving += replaced
-        missing = self._missing(len(taken))
+        missing = self.rules.groups_per_step - len(taken)
         if missing and not (closed and taken):
             return Decision(tuple(leaving), None, wanted=missing)
         if self.rules.on_stale == "wait" and not closed and self._must_wait(finished_steps, taken, coming):
             return Decision(tuple(leaving), None, wanted=1, out_of_order=True)
         for candidate in taken:
             del self._pool[candidate.id]
-        self._looked = 0
+        self._replaced = 0
         return Decision(tuple(leaving), tuple(taken))
 
     def wanted(self) -> int:
         """How many groups to ask for: what the step lacks; under `wait` everything that is there."""
-        return 2**31 - 1 if self.rules.on_stale == "wait" else max(1, self._missing(len(self._pool)))
-
-    def _missing(self, present: int) -> int:
-        return max(0, min(self.rules.groups_per_step - present, self._refill_limit() - self._looked - present))
-
-    def _refill_limit(self) -> int:
-        if self.rules.filter != "refill":
-            return 2**31 - 1
-        return int(self.rules.max_refill_factor * self.rules.groups_per_step)
+        return 2**31 - 1 if self.rules.on_stale == "wait" else max(1, self.rules.groups_per_step - len(self._pool))
 
     def _expire(self, finished_steps: int) -> list[Leaving]:
         """`mask`: groups with no token left; otherwise groups with a token past the bound (under `wait` only where admission
@@ -152,16 +145,19 @@ class Selector:
         return deciding is not None and deciding < oldest_allowed
 
     def _fill(self) -> tuple[list[Candidate], list[Leaving]]:
-        """Take in order; under `refill` what the filter drops leaves the pool for good, and counts as looked at."""
+        """Take in order; under `refill` what the filter drops leaves the pool for good, up to the step's bound."""
+        rules = self.rules
+        replaceable = (
+            int(rules.max_refill_factor * rules.groups_per_step) - rules.groups_per_step if rules.filter == "refill" else 0
+        )
         taken: list[Candidate] = []
         replaced: list[Leaving] = []
-        limit = self._refill_limit()
         for candidate in self._ordered():
-            if len(taken) == self.rules.groups_per_step or self._looked + len(taken) >= limit:
+            if len(taken) == rules.groups_per_step:
                 break
             reason = candidate.filtered_because
-            if self.rules.filter == "refill" and reason is not None:
-                self._looked += 1
+            if reason is not None and self._replaced < replaceable:
+                self._replaced += 1
                 del self._pool[candidate.id]
                 replaced.append(Leaving(candidate.id, "filtered", reason))
             else:

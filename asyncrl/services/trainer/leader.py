@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 NON_FINITE = "non-finite"
 CONFIRM_POLL_SECONDS = 0.5
+CONFIRM_PAUSE_SECONDS = 0.05
 
 
 class Leader:
@@ -164,6 +165,7 @@ class Leader:
         deadline = self._clock.now() + 2 * self._config.sync.timeout_seconds
         while not await self._run_blocking(self._publisher.wait_confirmed, self.version, CONFIRM_POLL_SECONDS):
             await self._ranks.tick()
+            await asyncio.sleep(CONFIRM_PAUSE_SECONDS)
             if self._stopping.is_set() or self._clock.now() > deadline:
                 log.warning("version %d was not confirmed by every server before the trainer ended", self.version)
                 return
