@@ -6,6 +6,7 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.services.rollouter.evaluation import samples_in_turn
+from asyncrl.services.rollouter.generation import Places
 from asyncrl.simulation.loop import run_virtual
 from tests.services.rollouter_parts import Bench, make_config, tokens_of
 
@@ -180,15 +181,22 @@ async def test_evaluation_leaves_the_places_to_rollouts():
     config = {"rollout": {"max_concurrent": 4}, "training": {"steps": 20}, "evaluation": {"every": 1, "samples": 40}}
     async with bench_of(engine={"token_seconds": 0.3}, **config) as bench:
         missing_places = []
-        generate = bench.engine.generate
 
-        async def watched(request):
-            if request.members[0].rid.startswith("eval"):
-                missing_places.append(bench.rollouter._startable * 2 - bench.rollouter._places.free)
-            async for completion in generate(request):
-                yield completion
+        class Watched(Places):
+            """The places as evaluation sees them."""
 
-        bench.engine.generate = watched
+            def __init__(self):
+                self.total = 4
+
+            def take(self, places):
+                shared.take(places)
+                missing_places.append(bench.rollouter._startable * 2 - shared.free)
+
+            def give(self, places):
+                shared.give(places)
+
+        shared = bench.rollouter._places
+        bench.rollouter._evaluator._places = Watched()
         bench.fleet.show(0)
         await bench.train_to_the_end()
         assert len(missing_places) > 40
