@@ -43,10 +43,10 @@ def sample(
     any_greedy = bool(greedy_N.any())
     scale_N = torch.where(greedy_N, 1.0, temperature_N) if any_greedy else temperature_N
     log_probs_NV = torch.log_softmax(logits_NV / scale_N[:, None], dim=-1)
-    if top_p_N is None and top_k_N is None:
-        tokens_N = _inverse_cdf(log_probs_NV.exp(), uniform_N)
-    else:
-        tokens_N = _sample_truncated(log_probs_NV.exp(), uniform_N, top_p_N, top_k_N)
+    probs_NV = log_probs_NV.exp()
+    if top_p_N is not None or top_k_N is not None:
+        probs_NV = _truncate(probs_NV, top_p_N, top_k_N)
+    tokens_N = _inverse_cdf(probs_NV, uniform_N)
     if any_greedy:
         tokens_N = torch.where(greedy_N, logits_NV.argmax(dim=-1), tokens_N)
     return tokens_N, log_probs_NV.gather(1, tokens_N[:, None])[:, 0]
@@ -60,15 +60,15 @@ def _inverse_cdf(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Ten
     return tokens_N.clamp_(max=weights_NV.shape[-1] - 1)
 
 
-def _sample_truncated(
-    probs_NV: torch.Tensor, uniform_N: torch.Tensor, top_p_N: torch.Tensor | None, top_k_N: torch.Tensor | None
-) -> torch.Tensor:
+def _truncate(probs_NV: torch.Tensor, top_p_N: torch.Tensor | None, top_k_N: torch.Tensor | None) -> torch.Tensor:
+    """Zero what lies outside the k most likely tokens or past cumulative probability p. The vocabulary keeps its order, so that a
+    row that cuts nothing draws the same token whether or not its neighbours do."""
     sorted_NV, order_NV = probs_NV.sort(dim=-1, descending=True, stable=True)
     if top_k_N is not None:
         ranks_V = torch.arange(sorted_NV.shape[-1], device=sorted_NV.device)
         sorted_NV = sorted_NV.masked_fill((ranks_V >= top_k_N[:, None]) & (top_k_N[:, None] > 0), 0.0)
     if top_p_N is not None:
         before_NV = sorted_NV.cumsum(dim=-1) - sorted_NV
-        total_N = sorted_NV.sum(dim=-1)
-        sorted_NV = sorted_NV.masked_fill(before_NV > (top_p_N * total_N)[:, None], 0.0)
-    return order_NV.gather(1, _inverse_cdf(sorted_NV, uniform_N)[:, None])[:, 0]
+        limit_N = torch.where(top_p_N < 1, top_p_N * sorted_NV.sum(dim=-1), torch.inf)
+        sorted_NV = sorted_NV.masked_fill(before_NV > limit_N[:, None], 0.0)
+    return torch.zeros_like(probs_NV).scatter_(1, order_NV, sorted_NV)

@@ -127,7 +127,7 @@ class Scheduler:
         """End every sequence that `wanted` names; each keeps the tokens it has."""
         finish = Finish("abort", message=message)
         empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        updates = [Update(sequence, *empty, (), finish) for sequence in self.waiting if wanted(sequence)]
+        updates = [Update(sequence, *empty, ((self.version, 0),), finish) for sequence in self.waiting if wanted(sequence)]
         if updates:
             self.waiting = deque(sequence for sequence in self.waiting if not wanted(sequence))
         gone = np.asarray([slot for slot, sequence in enumerate(self.running) if wanted(sequence)], np.int64)

@@ -63,7 +63,7 @@ def parse_generate(body: Any, limits: Limits, sink: Any) -> Call:
         raise BadRequest(f"the body must be a JSON object, not {type(body).__name__}")
     _refuse_unknown(body, FIELDS, OFF_FIELDS, "field")
     prompts, batch, texts = _prompts(body, limits)
-    settings = _per_prompt(body.get("sampling_params") or {}, len(prompts), "sampling_params", dict)
+    settings = _settings(body.get("sampling_params"), len(prompts))
     counts = [_number(params, "n", int, 1, low=1, high=MAX_BATCH) for params in settings]
     total = sum(counts)
     if total > MAX_BATCH:
@@ -175,10 +175,10 @@ def _rids(value: Any, counts: Sequence[int]) -> list[str]:
     return [rid for rid, count in zip(value, counts, strict=True) for _ in range(count)]
 
 
-def _per_prompt(value: Any, count: int, name: str, kind: type) -> list[Any]:
-    values = value if isinstance(value, list) else [value] * count
-    if len(values) != count or not all(isinstance(entry, kind) for entry in values):
-        raise BadRequest(f"{name} must be one object, or a list with one for each of the {count} prompts")
+def _settings(value: Any, count: int) -> list[Json]:
+    values = value if isinstance(value, list) else [{} if value is None else value] * count
+    if len(values) != count or not all(isinstance(entry, dict) for entry in values):
+        raise BadRequest(f"sampling_params must be one object, or a list with one for each of the {count} prompts")
     return values
 
 
@@ -246,7 +246,7 @@ def _finish_reason(update: Update) -> Json | None:
     return {"type": "abort", "message": finish.message}
 
 
-def _spans(update: Update) -> tuple[str | None, list[Json]]:
+def _spans(update: Update) -> tuple[str, list[Json]]:
     """The version at the end, and [start, end) of each version over the output tokens; empty spans are left out."""
     ends = [start for _, start in update.spans[1:]] + [len(update.token_ids)]
     spans = [
@@ -254,4 +254,4 @@ def _spans(update: Update) -> tuple[str | None, list[Json]]:
         for (version, start), end in zip(update.spans, ends, strict=True)
         if end > start
     ]
-    return (update.spans[-1][0] if update.spans else None), spans
+    return update.spans[-1][0], spans

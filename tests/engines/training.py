@@ -1,0 +1,88 @@
+"""What the training engine's tests share: a tiny model, random groups, a configuration, engines of one rank and of two."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config.schema import Config
+from asyncrl.messages import GroupId, ScoredGroup
+from asyncrl.protocols import TrainBatch
+from asyncrl.scheduling.minibatches import cut_minibatches
+
+VOCAB = 40
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    """A configuration with these sections laid over small defaults."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": "tiny"},
+        "data": {"train": "builtin/arithmetic"},
+        "rollout": {"temperature": 0.7, "max_staleness": 3, "max_response_tokens": 12},
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "training": {"steps": 10, "learning_rate": 1e-2, "max_grad_norm": 1e9},
+    }
+    for name, fields in sections.items():
+        base[name] = {**base.get(name, {}), **fields}
+    return Config.model_validate(base)
+
+
+def group(row: int, *, seed: int = 0, size: int = 4) -> ScoredGroup:
+    """Random tokens, lengths 0 … 9, versions 0 … 3, a few untrainable tokens, and now and then a member without a reward."""
+    random = np.random.default_rng((seed, row))
+    lengths = random.integers(0, 10, size).astype(np.int32)
+    lengths[0] = 5
+    total = int(lengths.sum())
+    rewards = random.random(size).astype(np.float32)
+    rewards[1:][random.random(size - 1) < 0.2] = np.nan
+    return ScoredGroup(
+        id=GroupId(0, row, 0),
+        group_size=size,
+        start_version=0,
+        prompt_tokens=random.integers(2, VOCAB, random.integers(1, 7)).astype(np.int32),
+        members=np.arange(size, dtype=np.int32),
+        lengths=lengths,
+        response_tokens=random.integers(2, VOCAB, total).astype(np.int32),
+        loss_mask=random.random(total) < 0.9,
+        log_probs=(-4 + random.normal(scale=0.5, size=total)).astype(np.float32),
+        versions=random.integers(0, 4, total).astype(np.int32),
+        rewards=rewards,
+        components={},
+        finish_reasons=["stop"] * size,
+        failures=[None if np.isfinite(reward) else "reward raised" for reward in rewards],
+        prompt="p",
+        responses=["r"] * size,
+    )
+
+
+def batch(groups: int = 6, *, mini_batches: int = 1, epochs: int = 1, learning_rate: float = 1e-2, seed: int = 0) -> TrainBatch:
+    made = tuple(group(row, seed=seed) for row in range(groups))
+    return TrainBatch(1, 3, learning_rate, made, cut_minibatches(groups, mini_batches), epochs)
+
+
+def poisoned(whole: TrainBatch, index: int = 0) -> TrainBatch:
+    """The batch with a NaN among the behaviour log-probs of one group's trainable tokens."""
+    victim = whole.groups[index]
+    log_probs = victim.log_probs.copy()
+    log_probs[np.flatnonzero(victim.loss_mask)[0]] = np.nan
+    groups = list(whole.groups)
+    groups[index] = replace(victim, log_probs=log_probs)
+    return replace(whole, groups=tuple(groups))
+
+
+@contextlib.contextmanager
+def engine_of_one_rank(model: Path, settings: Config) -> Iterator[Any]:
+    from asyncrl.engines.fsdp import FsdpLauncher
+
+    launcher = FsdpLauncher(settings, model_path=model, rank=0)
+    launcher.prepare()
+    engine = launcher.join("")
+    try:
+        yield engine
+    finally:
+        engine.close()
