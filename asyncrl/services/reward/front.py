@@ -310,7 +310,7 @@ class RewardFront:
             "scoring",
             counts.groups_scored + counts.groups_failed,
             {
-                "scoring/idle": self._meter.idle_share(),
+                "idle/reward": self._meter.idle_share(),
                 "scoring/waiting": float(self._dispatcher.num_waiting),
                 "scoring/failed": float(counts.failed_scoring),
                 "scoring/seconds_per_sample": self._dispatcher.seconds_per_sample or 0.0,

@@ -1,0 +1,111 @@
+"""An MLflow store, in the few calls that a run needs. Opening one imports mlflow: seconds, so on a background thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.tracking.spool import EndStatus, Record, RunFacts
+
+PARAMS_PER_CALL = 100  # MLflow's limits
+METRICS_PER_CALL = 1000
+
+
+class Store(Protocol):
+    """Every call may raise anything, or hang: a server is somebody else's machine."""
+
+    def create(self, facts: RunFacts) -> str:
+        """Create the run, with its tags; its id."""
+
+    def params(self, run_id: str, params: Mapping[str, str]) -> None:
+        """May be called again with the same values."""
+
+    def metrics(self, run_id: str, records: Sequence[Record]) -> None:
+        """At most METRICS_PER_CALL."""
+
+    def artifact(self, run_id: str, path: Path) -> None: ...
+
+    def end(self, run_id: str, status: EndStatus, end_ms: int) -> None: ...
+
+
+class MlflowStore:
+    """The real one."""
+
+    def __init__(self, uri: str):
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        if uri.startswith(("http://", "https://")):  # MLflow's own defaults try for many minutes
+            os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+            os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        from mlflow.tracking import MlflowClient
+
+        for chatty in ("mlflow", "alembic"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+        self._uri = uri
+        self._client: Any = MlflowClient(tracking_uri=uri)
+
+    def create(self, facts: RunFacts) -> str:
+        run = self._client.create_run(
+            self._experiment(facts.experiment), start_time=facts.start_ms, tags=dict(facts.tags), run_name=facts.run_name
+        )
+        run_id: str = run.info.run_id
+        return run_id
+
+    def params(self, run_id: str, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        entries = [Param(key, value) for key, value in params.items()]
+        for first in range(0, len(entries), PARAMS_PER_CALL):
+            self._client.log_batch(run_id, params=entries[first : first + PARAMS_PER_CALL])
+
+    def metrics(self, run_id: str, records: Sequence[Record]) -> None:
+        from mlflow.entities import Metric
+
+        assert len(records) <= METRICS_PER_CALL, len(records)
+        self._client.log_batch(run_id, metrics=[Metric(r.name, r.value, r.milliseconds, r.step) for r in records])
+
+    def artifact(self, run_id: str, path: Path) -> None:
+        self._client.log_artifact(run_id, str(path))
+
+    def end(self, run_id: str, status: EndStatus, end_ms: int) -> None:
+        self._client.set_terminated(run_id, status=status, end_time=end_ms)
+
+    def _experiment(self, name: str) -> str:
+        """Its id; made when there is none. Another run may make it at the same moment."""
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                made: str = self._client.create_experiment(name, artifact_location=artifact_location(self._uri, name))
+                return made
+            except MlflowException:
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        if found.lifecycle_stage == "deleted":
+            self._client.restore_experiment(found.experiment_id)
+        experiment_id: str = found.experiment_id
+        return experiment_id
+
+
+def artifact_location(uri: str, experiment: str) -> str | None:
+    """For a SQLite file, an absolute folder ``mlruns`` beside it, so that `mlflow ui` finds the artifacts from anywhere;
+    else the server's own choice (None)."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlruns" / experiment).as_uri()
+
+
+def absolute_uri(uri: str) -> str:
+    """A relative SQLite path or folder means the working directory of the launch, whichever directory is current later."""
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
+    return uri
+
+
+def ui_command(uri: str) -> str:
+    """What shows this store to a person."""
+    return uri if uri.startswith(("http://", "https://")) else f"mlflow ui --backend-store-uri {uri}"

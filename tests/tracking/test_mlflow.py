@@ -1,0 +1,182 @@
+"""MLflow never slows or ends a run, and nothing that was logged is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import time
+
+import pytest
+
+from asyncrl.errors import UserError
+from asyncrl.tracking import mlflow_tracker
+from asyncrl.tracking.facts import flattened, name_of, tags
+from asyncrl.tracking.mlflow_tracker import MlflowTracker
+from asyncrl.tracking.replay import replay
+from asyncrl.tracking.spool import RunFacts, read_spool
+from asyncrl.tracking.store import MlflowStore, absolute_uri
+from tests.tracking.stores import FakeStore
+
+FACTS = RunFacts("fake://", "tests", "run", {"training.steps": "3"}, {"version.asyncrl": "0"}, 0)
+
+
+@pytest.fixture
+def store():
+    return FakeStore()
+
+
+def tracker_of(store, run_dir, **options):
+    return MlflowTracker(lambda: FACTS, run_dir, open_store=store, **options)
+
+
+def test_a_run_is_told_with_its_parameters_artifacts_and_end(store, tmp_path):
+    for name in ("config.yaml", "summary.json"):
+        (tmp_path / name).write_text("{}")
+    tracker = tracker_of(store, tmp_path, artifacts_at_start=[tmp_path / "config.yaml"])
+    tracker.log("trainer", 1, {"loss": 0.5})
+    assert tracker.finish("FAILED", [tmp_path / "summary.json", tmp_path / "missing.json"])
+    assert store.runs == [FACTS]
+    assert store.given_params == FACTS.params
+    assert store.artifacts == ["config.yaml", "summary.json"]
+    assert store.ended == [(tracker.run_id, "FAILED")]
+    assert not (tmp_path / "mlflow_spool.jsonl").exists()
+
+
+def test_a_name_that_two_axes_log_is_two_metrics(store, tmp_path):
+    tracker = tracker_of(store, tmp_path)
+    tracker.log("trainer", 1, {"tokens": 1.0})
+    tracker.log("rollouter", 7, {"tokens": 2.0})
+    tracker.log("trainer", 2, {"tokens": 3.0})
+    tracker.finish("FINISHED")
+    assert [(r.name, r.step) for r in store.records] == [("tokens", 1), ("rollouter/tokens", 7), ("tokens", 2)]
+
+
+def test_a_store_that_comes_back_gets_everything(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(mlflow_tracker, "FIRST_PAUSE_SECONDS", 0.01)
+    store.down = True
+    tracker = tracker_of(store, tmp_path)
+    tracker.log("trainer", 1, {"loss": 0.5})
+    while store.attempts < 3:
+        time.sleep(0.005)
+    store.down = False
+    tracker.log("trainer", 2, {"loss": 0.25})
+    assert tracker.finish("FINISHED")
+    assert [(r.step, r.value) for r in store.records] == [(1, 0.5), (2, 0.25)]
+
+
+def test_a_store_that_is_down_costs_little_time_and_is_told_later(store, tmp_path, caplog):
+    (tmp_path / "summary.json").write_text("{}")
+    store.down = True
+    tracker = tracker_of(store, tmp_path)
+    for step in range(5000):
+        tracker.log("trainer", step, {"loss": float(step)})
+    began = time.monotonic()
+    assert not tracker.finish("FINISHED", [tmp_path / "summary.json"])
+    assert time.monotonic() - began < 5
+    assert "python -m asyncrl.tracking.replay" in caplog.text
+
+    store.down = False
+    run_id = replay(tmp_path, open_store=store)
+    assert [r.step for r in store.records] == list(range(5000))
+    assert (store.ended, store.artifacts) == ([(run_id, "FINISHED")], ["summary.json"])
+    with pytest.raises(UserError, match="everything that was logged has reached MLflow"):
+        replay(tmp_path, open_store=store)
+
+
+def test_a_store_that_hangs_is_given_up_after_a_bounded_time(store, tmp_path):
+    tracker = tracker_of(store, tmp_path, finish_seconds=0.2)
+    tracker.log("trainer", 1, {"loss": 0.5})
+    while not store.records:
+        time.sleep(0.005)
+    store.running.clear()
+    tracker.log("trainer", 2, {"loss": math.nan})
+    began = time.monotonic()
+    assert not tracker.finish("KILLED")
+    assert time.monotonic() - began < 5
+    spooled = read_spool(tmp_path / "mlflow_spool.jsonl")
+    assert [record.step for record in spooled.records] == [2]
+    assert math.isnan(spooled.records[0].value)
+    assert (spooled.status, spooled.run_id) == ("KILLED", tracker.run_id)
+    store.running.set()
+    tracker._thread.join(10)
+    assert store.ended == []
+
+
+def test_memory_is_bounded_while_the_store_is_away(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(mlflow_tracker, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(mlflow_tracker, "RECORDS_IN_MEMORY", 100)
+    store.down = True
+    tracker = tracker_of(store, tmp_path)
+    for step in range(250):
+        tracker.log("trainer", step, {"loss": 1.0})
+    while len(tracker._records) > 100:
+        time.sleep(0.005)
+    store.down = False
+    assert not tracker.finish("FINISHED")
+    spooled = read_spool(tmp_path / "mlflow_spool.jsonl")
+    assert sorted(r.step for r in [*spooled.records, *store.records]) == list(range(250))
+
+
+def test_a_spool_cut_short_by_a_crash_is_read_as_far_as_it_goes(store, tmp_path):
+    store.down = True
+    tracker = tracker_of(store, tmp_path)
+    tracker.log("trainer", 1, {"loss": 0.5})
+    tracker.finish("FINISHED")
+    path = tmp_path / "mlflow_spool.jsonl"
+    path.write_text(path.read_text()[:-5])
+    spooled = read_spool(path)
+    assert [r.step for r in spooled.records] == [1]
+    assert spooled.status is None
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:sqlalchemy.exc.SADeprecationWarning")
+def test_a_real_store_holds_what_was_logged(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    (tmp_path / "config.yaml").write_text("name: run\n")
+    facts = RunFacts(uri, "tests", "run", {f"key{i}": "x" for i in range(150)}, {"version.torch": "2"}, 1000)
+    tracker = MlflowTracker(
+        lambda: facts, tmp_path, artifacts_at_start=[tmp_path / "config.yaml"], open_store=MlflowStore, finish_seconds=60
+    )
+    for step in range(50):
+        tracker.log("trainer", step, {"loss": step / 2, "bad": math.nan})
+    assert tracker.finish("FINISHED")
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        read = lambda query: database.execute(query).fetchall()  # noqa: E731
+        assert read("select count(*), max(step) from metrics where key = 'loss'") == [(50, 49)]
+        assert read("select count(*) from metrics where key = 'bad' and is_nan = 1") == [(50,)]
+        assert read("select count(*) from params") == [(150,)]
+        assert read("select status, run_uuid, start_time from runs") == [("FINISHED", tracker.run_id, 1000)]
+        assert ("version.torch", "2") in read("select key, value from tags")
+    database.close()
+    assert list((tmp_path / "mlruns").rglob("config.yaml"))
+
+
+def test_a_configuration_becomes_parameters():
+    config = {"name": "run", "reward": {"functions": [{"function": "mine.py:fn", "weight": 1.0}]}, "eval": None}
+    assert flattened(config) == {
+        "name": "run",
+        "reward.functions.0.function": "mine.py:fn",
+        "reward.functions.0.weight": "1.0",
+        "eval": "None",
+    }
+    assert name_of("reward/größe (m)") == "reward/gr__e _m_"
+
+
+def test_tags_name_versions_and_the_commit(tmp_path):
+    assert {"version.asyncrl", "version.torch"} <= tags(tmp_path).keys()
+    assert "mlflow.source.git.commit" not in tags(tmp_path)
+
+
+def test_a_relative_database_means_the_directory_of_the_launch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert absolute_uri("sqlite:///mlflow.db") == f"sqlite:///{tmp_path}/mlflow.db"
+    assert absolute_uri("sqlite:////data/mlflow.db") == "sqlite:////data/mlflow.db"
+    assert absolute_uri("http://host:5000") == "http://host:5000"
+
+
+def test_the_spool_is_plain_json(store, tmp_path):
+    store.down = True
+    tracker_of(store, tmp_path).finish("FINISHED")
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "mlflow_spool.jsonl").read_text().splitlines()]
+    assert kinds == ["run", "end"]
