@@ -54,6 +54,13 @@ class SimulatedSync:
     def fleet(self) -> SimulatedFleet:
         return SimulatedFleet(self.service)
 
+    def hold(self, server: str) -> None:
+        """Keep this server's confirmations back."""
+        self.receivers[server].gate.clear()
+
+    def let_go(self, server: str) -> None:
+        self.receivers[server].gate.set()
+
     async def close(self) -> None:
         await self.service.stop()
         if self._running is not None:
@@ -71,6 +78,8 @@ class SimulatedReceiver:
         self.live: PolicyVersion | None = None
         self.silent = False
         self.corrupt_next = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
         self._session = 0
         self._incarnation = 0
 
@@ -97,6 +106,7 @@ class SimulatedReceiver:
         try:
             async with asyncio.timeout(order.timeout_seconds):
                 await asyncio.sleep(outcome.transfer_seconds)
+                await self.gate.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"{order.version} did not reach {self.name} within {order.timeout_seconds:g} s") from None
         self.live = order.version

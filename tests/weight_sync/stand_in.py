@@ -1,23 +1,40 @@
-"""A server's stand-in: named tensors, and a commit that exchanges them at once."""
+"""A server's stand-in: named tensors, and a commit that exchanges them at once; and a staged version for it."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import itertools
+import os
 import threading
-from collections.abc import Mapping
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 
 from asyncrl.protocols.weights import CommitReport, KvPolicy, PolicyVersion
+from asyncrl.weight_sync.channel import Order
+from asyncrl.weight_sync.plan import merge, plan_rank
+from asyncrl.weight_sync.shards import local_shards
+from asyncrl.weight_sync.slots import create_slot, remove_slot, slot_name
+
+FIRST = PolicyVersion(1, 1)
+_numbers = itertools.count()
 
 
 class StandInTarget:
-    """protocols.WeightTarget over a dict of tensors. `gate` closed holds commits back, as a long decode step would."""
+    """protocols.WeightTarget over a dict of tensors. `gate` closed holds commits back, as a long decode step would;
+    `spoil` makes a commit put something else live than what was staged."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self._live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         self.commits: list[PolicyVersion] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.spoil = False
 
     def live(self) -> Mapping[str, torch.Tensor]:
         return self._live
@@ -27,12 +44,60 @@ class StandInTarget:
         for name, tensor in staged.items():
             live = self._live[name]
             live.data, tensor.data = tensor.data, live.data
+        if self.spoil:
+            next(iter(self._live.values())).view(-1)[0] += 1
         self.commits.append(version)
         return CommitReport(pause_seconds=0.001)
 
+    def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        return all(torch.equal(self._live[name], tensor) for name, tensor in tensors.items())
 
-def a_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """A few named tensors, one of them large."""
+
+def a_model(seed: int = 0, dtype: torch.dtype = torch.float32, rows: int = 50) -> dict[str, torch.Tensor]:
+    """A few named tensors, one of them larger than the tests' buckets."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"embed.weight": (50, 8), "layer.weight": (8, 8), "layer.bias": (8,), "norm.weight": (8,), "scale": ()}
+    shapes = {"embed.weight": (rows, 8), "layer.weight": (8, 8), "layer.bias": (8,), "norm.weight": (8,), "scale": ()}
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+async def until(holds: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait until `holds` (a function or a coroutine function) says so."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        answer = holds()
+        if await answer if inspect.isawaitable(answer) else answer:
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("waited in vain")
+
+
+class StagedModel:
+    """A model in one staging slot, and orders to bring it to a server."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], bucket_bytes: int = 600):
+        shards = [local.shard for local in local_shards(tensors.items(), rank=0, wire_dtype=None)]
+        part = plan_rank(shards, rank=0, world_size=1, bucket_bytes=bucket_bytes)
+        self.plan, self.name = merge([part]), slot_name(f"test{os.getpid()}n{next(_numbers)}", 0, 0)
+        self.bucket_bytes = bucket_bytes
+        self.memory = create_slot(self.name, part.slot_bytes)
+        for tensor, at in zip(tensors.values(), part.shard_offsets, strict=True):
+            data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            assert at is not None
+            self.memory[at : at + len(data)] = data
+        slots = memoryview(self.memory)
+        crcs = [zlib.crc32(slots[s.slot_offset : s.slot_offset + s.num_bytes]) for s in self.plan.slices]
+        self.checksums = np.array(crcs, dtype=np.uint32)
+
+    def order(self, version: PolicyVersion = FIRST, **changes: Any) -> Order:
+        fields = {
+            "plan": self.plan, "slots": (self.name,), "checksums": self.checksums, "carrier": "shared_memory",
+            "kv_policy": "keep", "verify": True, "bucket_bytes": self.bucket_bytes, "bytes_per_second": None, "timeout_seconds": 10.0,
+        }  # fmt: skip
+        return Order(version=version, **(fields | changes))
+
+    def flip(self, offset: int = 3) -> None:
+        """Damage one byte; a second call mends it."""
+        self.memory[offset] ^= 1
+
+    def remove(self) -> None:
+        remove_slot(self.name)

@@ -1,0 +1,311 @@
+"""The fleet and the slots: who takes traffic, what goes where, which slot is free."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl.errors import StaleIncarnation, SyncError
+from asyncrl.protocols.weights import PolicyVersion
+from asyncrl.services.parameter_sync.fleet import RETRY_SECONDS, FleetState, Transfer
+
+A, B = "inference/0", "inference/1"
+
+
+def a_fleet(*names: str, ranks: int = 1) -> FleetState:
+    fleet = FleetState(silence_seconds=10)
+    for name in names or (A,):
+        fleet.add(name, f"http://{name}", 0.0)
+        fleet.heard(name, "first", 0.0)
+    fleet.open_incarnation(1, ranks)
+    return fleet
+
+
+def publish(fleet: FleetState, version: int, ranks: int = 1) -> int:
+    slot = fleet.acquire(fleet.incarnation, version)
+    for rank in range(ranks):
+        fleet.staged(fleet.incarnation, rank, version, slot)
+    return slot
+
+
+def begin(fleet: FleetState, name: str = A, now: float = 0.0) -> Transfer:
+    transfer = fleet.next_transfer(name, now)
+    assert transfer is not None
+    return transfer
+
+
+def bring(fleet: FleetState, name: str = A, now: float = 0.0) -> None:
+    assert fleet.confirm(begin(fleet, name, now), now)
+
+
+def test_a_server_starts_without_traffic_and_is_ready_once_it_confirms():
+    fleet = a_fleet()
+    assert (fleet.state_of(A), fleet.confirmed) == ("STARTING", None)
+    publish(fleet, 0)
+    bring(fleet)
+    assert (fleet.state_of(A), fleet.confirmed) == ("READY", 0)
+
+
+def test_a_server_takes_traffic_while_a_newer_version_travels():
+    fleet = a_fleet()
+    publish(fleet, 0)
+    bring(fleet)
+    publish(fleet, 1)
+    transfer = begin(fleet)
+    assert (fleet.state_of(A), fleet.confirmed, fleet.published) == ("UPDATING", 0, 1)
+    fleet.confirm(transfer, 1.0)
+    assert (fleet.state_of(A), fleet.confirmed) == ("READY", 1)
+
+
+def test_a_version_is_published_when_the_last_rank_has_staged_it():
+    fleet = a_fleet(ranks=2)
+    slot = fleet.acquire(1, 0)
+    assert not fleet.staged(1, 0, 0, slot)
+    assert fleet.next_transfer(A, 0.0) is None
+    assert fleet.staged(1, 1, 0, slot)
+    assert begin(fleet).version == PolicyVersion(1, 0)
+
+
+def test_a_slot_that_is_read_is_not_given_and_versions_are_skipped_instead():
+    fleet = a_fleet()
+    read = publish(fleet, 0)
+    transfer = begin(fleet)
+    others = {publish(fleet, version) for version in (1, 2, 3)}
+    assert others == {1 - read}
+    fleet.confirm(transfer, 0.0)
+    assert begin(fleet).version == PolicyVersion(1, 3)
+
+
+def test_a_stage_whose_slot_was_given_away_meanwhile_is_ignored():
+    fleet = a_fleet(ranks=2)
+    publish(fleet, 0, ranks=2)
+    begin(fleet)
+    slot = fleet.acquire(1, 1)
+    fleet.staged(1, 0, 1, slot)
+    assert fleet.acquire(1, 2) == slot
+    assert not fleet.staged(1, 1, 1, slot)
+    assert not fleet.staged(1, 0, 2, slot)
+    assert fleet.staged(1, 1, 2, slot)
+
+
+def test_servers_read_from_one_slot_at_a_time_so_the_trainer_always_has_the_other():
+    fleet = a_fleet(A, B)
+    publish(fleet, 0)
+    slow, fast = begin(fleet, A), begin(fleet, B)
+    fleet.confirm(fast, 0.0)
+    publish(fleet, 1)
+    assert fleet.next_transfer(B, 0.0) is None
+    fleet.confirm(slow, 0.0)
+    assert begin(fleet, B).version.version == 1
+
+
+def test_a_server_past_its_deadline_is_stale_its_slot_free_and_it_is_tried_again_from_the_newest():
+    fleet = a_fleet(A, B)
+    publish(fleet, 0)
+    bring(fleet, B)
+    bring(fleet, A)
+    publish(fleet, 1)
+    slow = begin(fleet, A)
+    fleet.fail(slow, "DeadlineExceeded: too slow", 5.0)
+    assert (fleet.state_of(A), fleet.reason_of(A)) == ("STALE", "DeadlineExceeded: too slow")
+    assert fleet.confirmed == 0
+    publish(fleet, 2)
+    bring(fleet, B)
+    assert fleet.confirmed == 2
+    assert fleet.next_transfer(A, 5.0 + RETRY_SECONDS / 2) is None
+    assert begin(fleet, A, 5.0 + RETRY_SECONDS).version.version == 2
+
+
+def test_a_late_confirmation_of_a_transfer_that_was_given_up_changes_nothing():
+    fleet = a_fleet()
+    publish(fleet, 0)
+    late = begin(fleet)
+    fleet.fail(late, "late", 0.0)
+    assert not fleet.confirm(late, 1.0)
+    assert (fleet.state_of(A), fleet.confirmed) == ("STALE", None)
+
+
+def test_slices_that_arrive_wrong_make_a_server_stale_until_it_confirms():
+    fleet = a_fleet()
+    publish(fleet, 0)
+    bring(fleet)
+    publish(fleet, 1)
+    transfer = begin(fleet)
+    fleet.refused(transfer)
+    assert (fleet.state_of(A), fleet.confirmed) == ("STALE", None)
+    fleet.confirm(transfer, 0.0)
+    assert fleet.state_of(A) == "READY"
+
+
+def test_a_restarted_server_is_stale_until_it_confirms_the_current_version():
+    fleet = a_fleet()
+    publish(fleet, 0)
+    bring(fleet)
+    assert fleet.heard(A, "second", 1.0)
+    assert (fleet.state_of(A), fleet.reason_of(A), fleet.confirmed) == ("STALE", "was restarted", None)
+    bring(fleet)
+    assert fleet.state_of(A) == "READY"
+
+
+def test_a_restart_during_a_transfer_calls_it_off():
+    fleet = a_fleet()
+    publish(fleet, 0)
+    transfer = begin(fleet)
+    fleet.heard(A, "second", 1.0)
+    assert not fleet.is_current(transfer)
+    assert begin(fleet).number != transfer.number
+
+
+def test_what_the_fleet_confirmed_does_not_fall_when_a_stale_server_returns():
+    fleet = a_fleet(A, B)
+    publish(fleet, 0)
+    bring(fleet, A)
+    bring(fleet, B)
+    fleet.heard(B, "second", 0.0)
+    publish(fleet, 1)
+    returning = begin(fleet, B)
+    bring(fleet, A)
+    publish(fleet, 2)
+    assert fleet.next_transfer(A, 0.0) is None
+    fleet.confirm(returning, 0.0)
+    assert (fleet.state_of(A), fleet.state_of(B), fleet.confirmed) == ("UPDATING", "UPDATING", 1)
+
+
+def test_a_silent_server_is_dead_and_stale_when_it_is_heard_again():
+    fleet = a_fleet()
+    publish(fleet, 0)
+    bring(fleet)
+    assert fleet.mark_silent(9.0) == []
+    assert fleet.mark_silent(10.5) == [A]
+    assert (fleet.state_of(A), fleet.mark_silent(11.0), fleet.next_transfer(A, 11.0)) == ("DEAD", [], None)
+    fleet.heard(A, "first", 12.0)
+    assert fleet.state_of(A) == "STALE"
+    bring(fleet, now=12.0)
+    assert fleet.state_of(A) == "READY"
+
+
+def test_a_newer_incarnation_makes_every_server_stale_and_an_older_one_is_refused():
+    fleet = a_fleet()
+    publish(fleet, 7)
+    bring(fleet)
+    assert fleet.open_incarnation(2, 1)
+    assert (fleet.state_of(A), fleet.confirmed, fleet.published, fleet.view().servers[0].version) == ("STALE", None, None, None)
+    with pytest.raises(StaleIncarnation, match="incarnation 1 of the trainer is over, 2 has begun"):
+        fleet.acquire(1, 8)
+    with pytest.raises(StaleIncarnation):
+        fleet.staged(1, 0, 8, 0)
+    publish(fleet, 3)
+    bring(fleet)
+    assert (fleet.state_of(A), fleet.confirmed) == ("READY", 3)
+
+
+def test_versions_grow():
+    fleet = a_fleet()
+    publish(fleet, 3)
+    with pytest.raises(SyncError, match="versions must grow: 3 after 3"):
+        fleet.acquire(1, 3)
+
+
+def test_a_view_has_a_new_number_only_when_something_changed():
+    fleet = a_fleet()
+    seq = fleet.view().seq
+    assert fleet.view().seq == seq
+    fleet.heard(A, "first", 1.0)
+    assert fleet.view().seq == seq
+    publish(fleet, 0)
+    assert fleet.view().seq == seq + 1
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Any order of publishing, reading, failing, restarting: a slot is always free for the trainer and never one that is read;
+    what is READY holds the newest version; what the fleet confirmed falls only with a restart, a failure or an incarnation."""
+
+    @initialize(servers=st.integers(1, 3), ranks=st.integers(1, 2))
+    def begin(self, servers: int, ranks: int) -> None:
+        self.names = [f"inference/{i}" for i in range(servers)]
+        self.ranks, self.now, self.version, self.sessions = ranks, 0.0, 0, 0
+        self.fleet = a_fleet(*self.names, ranks=ranks)
+        self.holds: dict[str, PolicyVersion] = {}
+        self.contents: dict[int, tuple[int, int]] = {}
+        self.open: list[Transfer] = []
+        self.pending: list[tuple[int, int, int]] = []
+
+    @rule()
+    def acquire(self) -> None:
+        read = {t.slot for t in self.open if self.fleet.is_current(t)}
+        slot = self.fleet.acquire(self.fleet.incarnation, self.version)
+        assert slot not in read
+        self.contents[slot] = (self.fleet.incarnation, self.version)
+        self.pending = [(rank, self.version, slot) for rank in range(self.ranks)]
+        self.version += 1
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def stage(self, data) -> None:
+        rank, version, slot = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
+        self.fleet.staged(self.fleet.incarnation, rank, version, slot)
+
+    @rule(data=st.data())
+    def read(self, data) -> None:
+        name = data.draw(st.sampled_from(self.names))
+        transfer = self.fleet.next_transfer(name, self.now)
+        if transfer is not None:
+            assert self.contents[transfer.slot] == tuple(transfer.version)
+            self.open.append(transfer)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), how=st.sampled_from(["confirm", "fail", "refuse"]))
+    def end(self, data, how: str) -> None:
+        transfer = data.draw(st.sampled_from(self.open))
+        before = self.fleet.confirmed
+        if how == "refuse":
+            self.fleet.refused(transfer)
+            return
+        self.open.remove(transfer)
+        current = self.fleet.is_current(transfer)
+        if how == "fail":
+            self.fleet.fail(transfer, "it failed", self.now)
+            return
+        assert not current or self.contents[transfer.slot] == tuple(transfer.version)
+        assert self.fleet.confirm(transfer, self.now) is current
+        if current:
+            self.holds[transfer.server] = transfer.version
+            assert before is None or (self.fleet.confirmed or 0) >= before
+
+    @rule(data=st.data())
+    def restart(self, data) -> None:
+        name = data.draw(st.sampled_from(self.names))
+        self.sessions += 1
+        self.fleet.heard(name, f"again{self.sessions}", self.now)
+        self.holds.pop(name, None)
+        assert self.fleet.state_of(name) in ("STALE", "STARTING")
+
+    @rule()
+    def new_trainer(self) -> None:
+        self.fleet.open_incarnation(self.fleet.incarnation + 1, self.ranks)
+        self.contents, self.pending, self.version = {}, [], 0
+        assert self.fleet.confirmed is None
+
+    @rule(seconds=st.floats(0, 2))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def who_takes_traffic_holds_a_version_of_this_incarnation(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        view = self.fleet.view()
+        for server in view.servers:
+            if server.takes_traffic:
+                held = self.holds[server.name]
+                assert held == PolicyVersion(self.fleet.incarnation, server.version)
+                assert held.version >= view.confirmed
+            if server.state == "READY":
+                assert server.version == view.published
+        assert len({t.slot for t in self.open if self.fleet.is_current(t)}) <= 1
+
+
+FleetMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_any_history_of_the_fleet = FleetMachine.TestCase
