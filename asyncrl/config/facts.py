@@ -15,6 +15,7 @@ class ModelFacts:
     context_tokens: int | None = None
     parameters: int | None = None
     layers: int | None = None
+    hidden: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     vocabulary: int | None = None

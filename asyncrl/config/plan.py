@@ -14,6 +14,8 @@ PLAIN_PROCESS = 120 * MB
 """A process of Python, Ray's worker and the messages' libraries, without torch."""
 TORCH_PROCESS = 420 * MB
 RAY_ITSELF = 450 * MB
+ACTIVATIONS_PER_LAYER = 16
+"""Values kept for the backward pass, per token and layer, in units of the hidden size."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,8 @@ def _trainer(config: Config, facts: Facts) -> int | None:
     share = model.parameters // config.training.ranks
     slots = 2 * share * _width(config)
     logits = 3 * 4 * config.training.microbatch_tokens * (model.vocabulary or 0)
-    hidden = (model.kv_heads or 1) * (model.head_dim or 64)
     layers = 1 if config.model.gradient_checkpointing else (model.layers or 1)
-    activations = 4 * config.training.microbatch_tokens * hidden * layers * 16
+    activations = 4 * config.training.microbatch_tokens * (model.hidden or 0) * layers * ACTIVATIONS_PER_LAYER
     return TORCH_PROCESS + 16 * share + slots + logits + activations
 
 

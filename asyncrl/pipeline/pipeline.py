@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.config.facts import Facts
 from asyncrl.config.load import LoadedConfig, dump_config, load_config, load_mapping
-from asyncrl.config.paths import NOT_IMPORTABLE
+from asyncrl.config.paths import not_importable
 from asyncrl.config.schema import Config
 from asyncrl.errors import UserError
 from asyncrl.pipeline.run import Run
@@ -143,11 +143,13 @@ def _name_of(value: Any) -> str:
     """The name by which another process finds this object, or `<not importable>`."""
     if isinstance(value, str):
         return value
+    script = Path(sys.argv[0]).absolute()
+    nameless = not_importable(script if script.is_file() else "an interactive session")
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not module or not name or module == "__main__" or "<" in name or "." in name:
-        return NOT_IMPORTABLE
+        return nameless
     found = getattr(importlib.import_module(module), name, None)
-    return f"{module}:{name}" if found is value else NOT_IMPORTABLE
+    return f"{module}:{name}" if found is value else nameless
 
 
 def _fresh_run_dir(run_dir: str | os.PathLike[str] | None, name: str) -> Path:

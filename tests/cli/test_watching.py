@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -53,6 +54,18 @@ def test_top_shows_reward_staleness_depths_idle_shares_and_tokens(tmp_path: Path
     assert as_json["figures"]["staleness, most"] == "2"
 
 
+def test_top_in_a_terminal_draws_a_bar_processes_and_figures() -> None:
+    from rich.console import Console
+
+    from asyncrl.cli.watching import _screen
+
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(_screen(STATUS))
+    drawn = console.export_text()
+    for words in ("sums: running, step 12 of 300", "rollouter", "generating", "idle share, trainer", "━"):
+        assert words in drawn
+
+
 def test_status_of_an_ended_run_comes_from_its_summary(tmp_path: Path) -> None:
     run = ended_run(tmp_path, reward={"first": 0.4, "last": 0.9}, wall_s=61.2)
     assert "finished, step 300, 61.2 s, reward 0.900" in asyncrl("status", run).out
@@ -61,9 +74,7 @@ def test_status_of_an_ended_run_comes_from_its_summary(tmp_path: Path) -> None:
 
 
 def test_status_of_a_run_whose_launcher_is_gone_says_so(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(
-        json.dumps({"pid": 2**22 + 1, "rpc": "tcp://127.0.0.1:9", "started": 2e9, "run_id": "abc"})
-    )
+    started(tmp_path, pid=2**22 + 1, began=2e9)
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "reward/mean": 0.1}\n{"step": 5, "rew')
     found = asyncrl("status", tmp_path, "--json").json
     assert (found["state"], found["step"]) == ("lost", 4)
@@ -71,11 +82,7 @@ def test_status_of_a_run_whose_launcher_is_gone_says_so(tmp_path: Path) -> None:
 
 
 def test_a_process_id_that_was_given_to_another_since_is_no_live_run(tmp_path: Path) -> None:
-    import os
-
-    (tmp_path / "run.json").write_text(
-        json.dumps({"pid": os.getpid(), "rpc": "tcp://127.0.0.1:9", "started": 1.0, "run_id": "abc"})
-    )
+    started(tmp_path, pid=os.getpid(), began=1.0)
     assert asyncrl("status", tmp_path, "--json").json["state"] == "lost"
 
 
