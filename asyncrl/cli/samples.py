@@ -1,4 +1,8 @@
-"""`samples`: what a run's model wrote, from samples.jsonl in its directory."""
+"""`samples`: what a run's model wrote, from two files in its directory.
+
+samples.jsonl          by the trainer: some of each step's trained trajectories, and those that scoring left without a reward
+failed_samples.jsonl   by the Reward front: trajectories of groups that failed before the trainer saw them; of no step
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 import textwrap
 from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +18,18 @@ from asyncrl.cli.run_folder import RunFolder
 from asyncrl.cli.words import print_json
 from asyncrl.errors import UserError
 
-FILE_NAME = "samples.jsonl"
+TRAINERS_FILE, FRONTS_FILE = "samples.jsonl", "failed_samples.jsonl"
 STATES = ("trained", "failed")
 
 
 def samples(run: Path, *, state: str | None, limit: int, step: int | None, as_json: bool) -> int:
-    """Print the newest `limit` samples that match, oldest first."""
+    """Print the newest `limit` samples that match, oldest first. The Reward front's are shown when failed ones are asked for."""
     if state is not None and state not in STATES:
         raise UserError(f"--state is {state}, but must be {' or '.join(STATES)}")
     folder = RunFolder.open(run)
-    found = list(deque((sample for sample in _read(folder.path / FILE_NAME) if _matches(sample, state, step)), maxlen=limit))
+    before_training, trainers = folder.path / FRONTS_FILE, _read(folder.path / TRAINERS_FILE)
+    source = chain(_read(before_training), trainers) if state == "failed" else trainers
+    found = list(deque((sample for sample in source if _matches(sample, state, step)), maxlen=limit))
     if as_json:
         print_json({"run_dir": str(run), "samples": found})
         return 0
@@ -30,16 +37,21 @@ def samples(run: Path, *, state: str | None, limit: int, step: int | None, as_js
         print(sample_text(sample))
     if not found:
         print(f"no {state or 'kept'} sample{'' if step is None else f' of step {step}'} in {run}")
+    if state is None and before_training.exists():
+        print(f"groups failed before the trainer saw them: asyncrl samples {run} --state failed")
     return 0
 
 
 def sample_text(sample: Mapping[str, Any]) -> str:
     """One sample as text: a heading with its figures, then prompt, response and what was right."""
-    figures = [f"step {sample.get('step')}", str(sample.get("id", ""))]
+    figures = ["" if sample.get("step") is None else f"step {sample['step']}", str(sample.get("id", ""))]
     if sample.get("reward") is not None:
         figures.append(f"reward {sample['reward']:g}")
-    if sample.get("failure"):
-        figures.append(f"failed: {sample['failure']}")
+    if sample.get("versions"):
+        oldest, newest = sample["versions"]["min"], sample["versions"]["max"]
+        figures.append(f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}")
+    if sample.get("state") == "failed":
+        figures.append(f"failed: {sample.get('reason')}")
     lines = [f"── {', '.join(part for part in figures if part)}"]
     for name, value in (("prompt", _said(sample.get("prompt"))), ("response", sample.get("response"))):
         lines.append(_indented(name, value))

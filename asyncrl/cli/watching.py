@@ -116,8 +116,9 @@ def figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     for topic, depth in (at(services, "message_queue", "depth") or {}).items():
         shown.append((f"queue depth, {topic}", str(depth)))
     for key, value in sorted(metrics.items()):
-        if key.startswith("idle/") and isinstance(value, int | float):
-            shown.append((f"idle share, {key.removeprefix('idle/')}", f"{value:.0%}"))
+        service = key.removeprefix("idle/")
+        if key != service and "/" not in service and isinstance(value, int | float):
+            shown.append((f"idle share, {service}", f"{value:.0%}"))
     waiting = at(services, "rollouter", "waiting_for")
     if waiting:
         shown.append(("rollouter waits for", str(waiting)))

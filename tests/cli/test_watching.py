@@ -19,7 +19,7 @@ STATUS = {
         {"name": "message_queue", "pid": 12, "host": "here", "state": "serving", "version": None,
          "depth": {"rollouts": 3, "scored": 5}},
     ],
-    "metrics": {"step": 12, "reward/mean": 0.5, "staleness/max": 2.0, "idle/trainer": 0.25,
+    "metrics": {"step": 12, "reward/mean": 0.5, "staleness/max": 2.0, "idle/trainer": 0.25, "idle/trainer/wait_s": 3.0,
                 "rollouter/tokens_per_second": 5000.0},
 }  # fmt: skip
 
@@ -115,7 +115,7 @@ SAMPLES: list[dict[str, Any]] = [
         "state": "failed",
         "prompt": [{"role": "user", "content": "hi"}],
         "response": "",
-        "failure": "timeout",
+        "reason": "timeout",
     },
     {"step": 2, "id": "0/7/0/0", "state": "trained", "prompt": "2+2=", "response": "5", "ground_truth": "4", "reward": 0.0},
 ]  # fmt: skip
@@ -132,6 +132,13 @@ def test_samples_prints_prompt_response_reward_and_failure(sampled_run: Path) ->
     out = asyncrl("samples", sampled_run).out
     for words in ("1+1=", "reward 1", "user: hi", "failed: timeout", "0/7/0/0", "truth"):
         assert words in out
+
+
+def test_groups_that_failed_before_the_trainer_saw_them_are_among_the_failed(sampled_run: Path) -> None:
+    early = {"step": None, "id": "0/9/0/0", "state": "failed", "reason": "too few scored", "prompt": "x", "response": "y"}
+    (sampled_run / "failed_samples.jsonl").write_text(json.dumps(early) + "\n")
+    assert "0/9/0/0" in asyncrl("samples", sampled_run, "--state", "failed").out
+    assert "--state failed" in asyncrl("samples", sampled_run).out
 
 
 @pytest.mark.parametrize(
