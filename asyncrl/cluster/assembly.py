@@ -59,7 +59,7 @@ def _message_queue(spec: RunSpec, row: Row) -> Service:
 
 
 def _parameter_sync(spec: RunSpec, row: Row) -> Service:
-    from asyncrl.services.parameter_sync import ParameterSyncService, SyncSettings
+    from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
     from asyncrl.weight_sync.channel import ReceiverChannel
 
     sync = spec.parsed_config().sync
@@ -117,7 +117,7 @@ def _trainer(spec: RunSpec, row: Row) -> Service:
 def _trainer_parts(spec: RunSpec, config: Config, rank: int, book: AddressBook, engine: Any) -> TrainerParts:
     from asyncrl.services.ledger_client import RpcLedgerClient
     from asyncrl.services.trainer.parts import LeaderParts, TrainerParts
-    from asyncrl.tracking import RemoteTracker
+    from asyncrl.tracking.remote import RemoteTracker
     from asyncrl.transport.client import QueueReceiver
     from asyncrl.transport.rpc import RpcClient
     from asyncrl.weight_sync.publisher import ShmPublisher
@@ -162,7 +162,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     from asyncrl.engines.tokenizer import HfTokenizer
     from asyncrl.services.ledger_client import RpcLedgerClient
     from asyncrl.services.rollouter.parts import RollouterParts, RpcScorer
-    from asyncrl.tracking import RemoteTracker
+    from asyncrl.tracking.remote import RemoteTracker
     from asyncrl.transport.client import QueueSender
     from asyncrl.transport.rpc import RpcClient
     from asyncrl.weight_sync.fleet_client import RpcFleet
@@ -205,7 +205,8 @@ def _reward_front(spec: RunSpec, row: Row) -> Service:
 def _front_parts(spec: RunSpec, config: Config, book: AddressBook) -> FrontParts:
     from asyncrl.services.ledger_client import RpcLedgerClient
     from asyncrl.services.reward import FrontParts
-    from asyncrl.tracking import RemoteTracker
+    from asyncrl.tracking.remote import RemoteTracker
+    from asyncrl.tracking.samples import FailedSamples
     from asyncrl.transport.client import QueueReceiver, QueueSender
     from asyncrl.transport.rpc import RpcClient
 
@@ -214,6 +215,7 @@ def _front_parts(spec: RunSpec, config: Config, book: AddressBook) -> FrontParts
         sender=QueueSender(book["message_queue"]["broker"], "scored", producer="reward"),
         ledger=RpcLedgerClient(RpcClient(book["message_queue"]["rpc"])),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
+        keep_failed=FailedSamples(Path(spec.run_dir)),
     )
 
 
