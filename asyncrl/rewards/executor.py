@@ -19,7 +19,17 @@ from typing import Any, Protocol
 from asyncrl.rewards.function import FIELDS, FunctionSpec, RewardFunction
 from asyncrl.rewards.lanes import Call, ConcurrentLane, LaneCounts, SerialLane
 from asyncrl.rewards.nursery import LoadedFunction, Nursery
-from asyncrl.rewards.outcome import CallOutcome, Item, SampleScore, combine, failed, outcome_of, raised, timed_out
+from asyncrl.rewards.outcome import (
+    CallOutcome,
+    Item,
+    SampleScore,
+    combine,
+    component_names,
+    failed,
+    outcome_of,
+    raised,
+    timed_out,
+)
 
 
 class Executor(Protocol):
@@ -51,6 +61,7 @@ class FunctionExecutor:
 
     def __init__(self, specs: Sequence[FunctionSpec], weights: Sequence[float], *, limit_seconds: float, concurrency: int):
         self._specs, self._weights, self._limit, self._concurrency = list(specs), list(weights), limit_seconds, concurrency
+        self._names = component_names([spec.name for spec in specs])
         self._own: dict[int, RewardFunction] = {}
         self._loaded: dict[int, LoadedFunction] = {}
         self._child_index: dict[int, int] = {}
@@ -89,8 +100,7 @@ class FunctionExecutor:
             for index, loaded in self._loaded.items():
                 lanes[loaded.is_async].append((sample, index))
         await asyncio.gather(*(self._through(lane, places, items, outcomes) for lane, places in lanes.items() if places))
-        names = [spec.name for spec in self._specs]
-        return [combine(names, self._weights, row) for row in outcomes]
+        return [combine(self._names, self._weights, row) for row in outcomes]
 
     async def _through(self, is_async: bool, places: list[tuple[int, int]], items: Sequence[Item], outcomes: Any) -> None:
         lane = self._concurrent if is_async else self._serial
@@ -131,7 +141,7 @@ class InlineExecutor:
         return not any(function.is_async for function in self._functions)
 
     async def run(self, items: Sequence[Item]) -> list[SampleScore]:
-        names = [function.name for function in self._functions]
+        names = component_names([function.name for function in self._functions])
         rows = [[await self._outcome(function, item) for function in self._functions] for item in items]
         return [combine(names, self._weights, row) for row in rows]
 

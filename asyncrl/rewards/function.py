@@ -66,7 +66,7 @@ class FunctionSpec:
     """A reward function on its way to the process that calls it, with plain values only.
 
     source: a name for `resolve`; or None, and then `payload` is the function itself, serialised by cloudpickle and opened in the
-    child process alone. `name` is what metrics and reasons call it.
+    child process alone. `name`, shortened, is what metrics and reasons call it.
     """
 
     name: str
@@ -75,12 +75,14 @@ class FunctionSpec:
 
     @classmethod
     def of(cls, name: str, function: str | Callable[..., Any], *, base: Path | None = None) -> FunctionSpec:
-        """From a name (a path is made absolute, so that any working directory will do) or a Python object."""
+        """From a name (a path is made absolute, so that any working directory will do) or a Python object, whose own name stands
+        in for a `name` such as ``<not importable>``."""
         if isinstance(function, str):
             return cls(name, _placed(function, base) if names_function(function) else function)
         import cloudpickle
 
-        return cls(name, None, cloudpickle.dumps(function))
+        own_name = getattr(function, "__name__", type(function).__name__)
+        return cls(own_name if name.startswith("<") else name, None, cloudpickle.dumps(function))
 
     def load(self) -> RewardFunction:
         """Raises UserError like `resolve`."""

@@ -116,6 +116,12 @@ class GroupAssembler:
         """Groups with a member here and not closed yet."""
         return list(self._open)
 
+    @property
+    def num_unscored(self) -> int:
+        """Members that `accept` said to score and that have no outcome yet."""
+        counts = self.counts
+        return counts.trajectories - counts.failed_generation - counts.failed_scoring - counts.scored
+
     def close_incomplete(self) -> None:
         """Close as failed every group that still misses a member, because nothing more will arrive."""
         for group_id, group in list(self._open.items()):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -130,3 +131,38 @@ async def test_inline_executor_gives_the_same_outcomes():
     assert [r.failure and r.failure.partition(": ")[2] for r in results] == [
         None, "raised ValueError: boom", "timeout after 0.05 s", "returned None, not a number",
     ]  # fmt: skip
+
+
+HOST = """
+import asyncio, sys, threading
+from asyncrl.rewards import FunctionSpec
+from asyncrl.rewards.executor import FunctionExecutor
+
+async def work():
+    executor = FunctionExecutor([FunctionSpec.of("a", sys.argv[1])], [1.0], limit_seconds=600.0, concurrency=1)
+    await executor.start()
+    (result,) = await executor.run([{"response": "pid"}])
+    print(int(result.reward), flush=True)
+    await executor.run([{"response": "hold"}])
+
+thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)
+thread.start()
+thread.join()
+"""
+
+
+async def test_a_hung_child_dies_with_its_worker():
+    host = await asyncio.create_subprocess_exec(sys.executable, "-c", HOST, SYNC, stdout=asyncio.subprocess.PIPE)
+    child = int(await asyncio.wait_for(host.stdout.readline(), 30))
+    host.kill()
+    await host.wait()
+    async with asyncio.timeout(20):
+        while Path(f"/proc/{child}").exists() and "zombie" not in Path(f"/proc/{child}/status").read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_functions_of_one_name_are_told_apart():
+    executor = FunctionExecutor([FunctionSpec.of("m:numeric", "numeric")] * 2, [1.0, 1.0], limit_seconds=5.0, concurrency=2)
+    await executor.start()
+    (result,) = await executor.run([{"response": "7", "ground_truth": 7}])
+    assert result.components == {"numeric": 1.0, "numeric_2": 1.0}

@@ -99,3 +99,4 @@ def test_a_spec_carries_a_name_or_the_function_itself():
     assert FunctionSpec.of("a", "numeric").is_ready_made
     assert FunctionSpec.of("a", lambda response: factor).load()(ITEM) == factor
     assert FunctionSpec.of("a", "mine.py:judge").source.startswith("/")
+    assert FunctionSpec.of("<not importable>", test_a_spec_carries_a_name_or_the_function_itself).name.startswith("test_a_spec")

@@ -159,6 +159,7 @@ def test_every_group_closes_exactly_once_and_accounts_for_every_member(history):
 
     assert sorted(group.id for group in closed) == sorted({id.group for id in fates})
     assert assembler.open_groups() == []
+    assert assembler.num_unscored == 0
     assert assembler.counts.duplicates == len(order) - len(fates)
     assert assembler.counts.trajectories == len(fates)
     for group in closed:

@@ -2,7 +2,8 @@
 
 loop        consumes                waits for                      is unblocked by
 _receive    rollouts                a trajectory                   the queue; end of stream ends the loop
-_deliver    closed groups           a closed group, then room      the last member's score; the `scored` topic
+_send       scored groups           a scored group, then room      the last member's score; the `scored` topic
+_give_up    failed groups           a failed group, then the RPC   the last member's score; the ledger
 _watch      workers' registrations  a second to pass               the clock
 (a task)    one batch               a worker's answer              the worker, or its loss
 
@@ -28,6 +29,7 @@ from asyncrl.rewards import Item
 from asyncrl.scheduling.groups import FailedGroup, GroupAssembler, MemberScore
 from asyncrl.services.reward.dispatch import Batch, Dispatcher, Job, WorkerView
 from asyncrl.services.reward.meter import ScoreMeter
+from asyncrl.services.reward.outbox import Outbox
 from asyncrl.services.service import AddressBook, service_rpc
 from asyncrl.transport.rpc import RpcClient
 
@@ -85,9 +87,9 @@ class RewardFront:
         self._meter = ScoreMeter(clock)
         self._links: dict[str, Link] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._outbox: list[ScoredGroup | FailedGroup] = []
+        self._scored: Outbox[ScoredGroup] = Outbox()
+        self._failed: Outbox[FailedGroup] = Outbox()
         self._held: dict[GroupId, None] = {}  # closed here, end not yet accepted
-        self._wake = asyncio.Event()  # something closed, or the data ended
         self._stop = asyncio.Event()
         self._data_ended = False
         self._reasons: Counter[str] = Counter()
@@ -166,7 +168,7 @@ class RewardFront:
 
     async def _work(self, parts: FrontParts) -> None:
         """Until the data has ended and everything is sent; then close the stream and wait to be stopped."""
-        await _all(self._receive(parts.receiver), self._deliver(parts))
+        await _all(self._receive(parts.receiver), self._send(parts.sender), self._give_up(parts))
         await parts.sender.close()
         self._state = "DRAINED"
         await self._stop.wait()
@@ -178,7 +180,7 @@ class RewardFront:
                 self._accept([delivery.message for delivery in deliveries])
         except StreamClosed:
             self._data_ended = True
-            self._wake.set()
+            self._collect()
 
     def _accept(self, trajectories: Sequence[Any]) -> None:
         jobs = []
@@ -191,25 +193,24 @@ class RewardFront:
         self._collect()
         self._pump()
 
-    async def _deliver(self, parts: FrontParts) -> None:
-        """Send what has closed, all of it at once, in the order it closed."""
-        while not (self._data_ended and self._is_empty()):
-            await self._wake.wait()
-            self._wake.clear()
-            groups, self._outbox = self._outbox, []
-            scored = [group for group in groups if isinstance(group, ScoredGroup)]
-            failed = [group for group in groups if isinstance(group, FailedGroup)]
-            if failed:
-                await parts.ledger.end([End(group.id, "failed", group.reason) for group in failed])
-                self._release(failed)
-            for group in failed if parts.keep_failed is not None else ():
-                parts.keep_failed(group)  # type: ignore[misc]
-            if scored:
-                self._meter.blocked(True)
-                await parts.sender.send(scored)
-                self._meter.blocked(False)
-                self._release(scored)
-            self._close_incomplete()
+    async def _send(self, sender: Sender) -> None:
+        """Send what was scored, all of it at once, in the order it closed."""
+        while await self._scored.filled():
+            groups = self._scored.take()
+            self._meter.blocked(True)
+            await sender.send(groups)
+            self._meter.blocked(False)
+            self._release(groups)
+
+    async def _give_up(self, parts: FrontParts) -> None:
+        """Tell the ledger of failed groups. They leave live at once, so this never waits behind a full `scored` topic."""
+        while await self._failed.filled():
+            groups = self._failed.take()
+            await parts.ledger.end([End(group.id, "failed", group.reason) for group in groups])
+            self._release(groups)
+            if parts.keep_failed is not None:
+                for group in groups:
+                    parts.keep_failed(group)
 
     async def _watch(self, tracker: Tracker | None) -> None:
         """Lose workers that fell silent; refuse to go on without any; report."""
@@ -283,22 +284,19 @@ class RewardFront:
         self._reasons[reason if reason in self._reasons or len(self._reasons) < REASONS_KEPT else "other"] += 1
 
     def _collect(self) -> None:
-        """Move what has closed to the outbox."""
-        closed = self._assembler.take_closed()
-        if closed:
-            self._held.update((group.id, None) for group in closed)
-            self._outbox += closed
-        if closed or self._data_ended:
-            self._wake.set()
-
-    def _close_incomplete(self) -> None:
-        """After the end of data, groups that miss a member will never have it."""
-        if self._data_ended and not self._dispatcher.num_waiting and not self._dispatcher.num_assigned:
+        """Move what has closed to its way out; after the end of data, and of scoring, that was all."""
+        ended = self._data_ended and not self._assembler.num_unscored
+        if ended:
             self._assembler.close_incomplete()
-            self._collect()
-
-    def _is_empty(self) -> bool:
-        return not self._outbox and not self._held and not self._assembler.open_groups()
+        for group in self._assembler.take_closed():
+            self._held[group.id] = None
+            if isinstance(group, ScoredGroup):
+                self._scored.put(group)
+            else:
+                self._failed.put(group)
+        if ended:
+            self._scored.end()
+            self._failed.end()
 
     def _release(self, groups: Sequence[ScoredGroup | FailedGroup]) -> None:
         for group in groups:
