@@ -93,7 +93,13 @@ def simulate(
         run = _Run(config, run_dir, world or World(), prompts, eval_prompts, agent)
         return await run.to_the_end()
 
-    return run_virtual(main(), limit_seconds=limit_seconds)
+    try:
+        return run_virtual(main(), limit_seconds=limit_seconds)
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group
 
 
 class WatchedLedger(LocalLedgerClient):
