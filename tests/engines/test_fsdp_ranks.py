@@ -1,4 +1,4 @@
-"""Two ranks in processes of their own: the same gradient as one, agreement on what is skipped, and a dead peer that is noticed."""
+"""Two ranks in processes of their own: the gradient of one, agreement on what is skipped, a dead peer that is noticed."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.algorithms.advantages import RewardBatch, estimate
@@ -58,6 +58,7 @@ class FsdpEngine:
         _spread(self._policy, full, group)
         self._parameters = list(self._policy.parameters())
         self._policy.probe_head(device)
+        self._reshard()
         training = config.training
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -156,6 +157,14 @@ class FsdpEngine:
             log_probs_bt, _, _ = policy_log_probs(self._policy, micro)
             if micro_batch:
                 work.proximal_BT[micro.index, : micro.width] = log_probs_bt
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """After a forward pass without a backward one: give up the gathered weights, so that only the shards are left and no
+        later pass sees weights from before an update."""
+        for module in self._policy.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _backward(self, work: StepWork, plan: UpdatePlan) -> list[MicroSums]:
         levels = self._config.rollout.max_staleness + 1

@@ -35,7 +35,7 @@ def log_probs_of_logits(
     """The same from logits, for models whose logits are more than their head's output."""
     log_softmax_NV = (_wide(logits_NV) / temperature).log_softmax(-1)
     entropy_N = -(log_softmax_NV.detach().exp() * log_softmax_NV.detach()).sum(-1)
-    return log_softmax_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+    return log_softmax_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N], entropy_N
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:

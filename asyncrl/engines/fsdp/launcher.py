@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.fsdp.engine import FsdpEngine
@@ -26,6 +27,7 @@ class FsdpLauncher:
     def prepare(self) -> str:
         """Load the model; rank 0 of several opens the meeting point and returns its address, everyone else ""."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        transformers_logging.disable_progress_bar()
         config = self._config
         self._device = training_device(self._rank)
         self._policy = load_policy(

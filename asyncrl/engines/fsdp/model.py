@@ -37,7 +37,7 @@ class PolicyModel(nn.Module):
         """input_ids int64[b, L], padded on the right (a causal model never looks there, so no attention mask is needed);
         the token `targets[i]` follows position (rows[i], columns[i]). Returns (log_probs_N, entropy_N)."""
         if self.plain_head is None:
-            return self._probe(input_ids)
+            return self._probe_head(input_ids)
         if not self.plain_head:
             logits = self.model(input_ids=input_ids, use_cache=False).logits
             return log_probs_of_logits(logits[rows, columns], targets, temperature=self.temperature)
@@ -52,12 +52,12 @@ class PolicyModel(nn.Module):
         Soft caps and logit scales are found by magnifying the head's input. Where the answer is no, the model's own forward
         gives the logits, at the price of holding them all.
         """
-        token = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        self.plain_head = bool(self(token, token[0], token[0], token[0]))
+        tokens = torch.arange(min(8, self.model.config.get_text_config().vocab_size), device=device)[None]
+        self.plain_head = bool(self(tokens, tokens[0], tokens[0], tokens[0]))
         if not self.plain_head:
             log.info("logits of %s are more than its head's output: they are computed whole", type(self.model).__name__)
 
-    def _probe(self, input_ids: torch.Tensor) -> bool:
+    def _probe_head(self, input_ids: torch.Tensor) -> bool:
         head, base = self.model.get_output_embeddings(), self.model.base_model
         if type(head) is not nn.Linear or base is self.model:
             return False
@@ -77,6 +77,7 @@ class PolicyModel(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
+        assert bool(seen["head_input"].any()), "a probe of zeros finds nothing"
         same_input = torch.equal(seen["head_input"], seen["base_output"])
         return same_input and torch.equal(logits.float(), seen["head_output"].float())
 
@@ -110,7 +111,7 @@ def load_policy(
         raise UserError(f"model.path {path} cannot be loaded as a causal language model: {error}") from error
     model.train(config.gradient_checkpointing)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        _enable_checkpointing(model)
     return PolicyModel(model, temperature)
 
 
@@ -141,6 +142,12 @@ def _instantiate(config: ModelConfig, path: str | Path, hf_config: Any, attentio
         model = AutoModelForCausalLM.from_config(hf_config, **options)
     model.tie_weights()
     return model
+
+
+def _enable_checkpointing(model: Any) -> None:
+    """The method's name depends on the version of transformers."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _switch_off_dropout(hf_config: Any) -> None:

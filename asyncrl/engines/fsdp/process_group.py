@@ -43,18 +43,18 @@ class RankGroup:
         if self.world_size == 1:
             assert payload is not None, "rank 0 has the payload"
             return payload
+        sent = payload or b""
         try:
-            length = torch.tensor([len(payload) if payload is not None else 0], dtype=torch.int64)
+            length = torch.tensor([len(sent)], dtype=torch.int64)
             dist.broadcast(length, 0, group=self._control)
-            data = (
-                torch.empty(int(length), dtype=torch.uint8)
-                if self.rank
-                else torch.frombuffer(bytearray(payload or b""), dtype=torch.uint8)
-            )
-            dist.broadcast(data, 0, group=self._control)
+            data = torch.empty(int(length), dtype=torch.uint8)
+            if sent:
+                data.copy_(torch.frombuffer(bytearray(sent), dtype=torch.uint8))
+            if len(data):
+                dist.broadcast(data, 0, group=self._control)
         except RuntimeError as error:
             raise self._named(error) from error
-        return payload if payload is not None else data.numpy().tobytes()
+        return data.numpy().tobytes()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
