@@ -18,7 +18,9 @@ from asyncrl.cli.summary import summary_text
 from asyncrl.cli.words import print_json
 from asyncrl.errors import UserError
 from asyncrl.pipeline import Pipeline, Run
+from asyncrl.tracking.store import ui_command
 
+SLICE_SECONDS = 0.5
 EXIT_CODES = {"finished": 0, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}
 
 
@@ -39,20 +41,35 @@ def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume
         ending.take(run)
         if not as_json:
             print(f"run directory: {_short(run.run_dir)}", flush=True)
-        summary = run.wait()
+        summary = _wait(run, ending)
     if as_json:
         print_json({**summary, "run_dir": str(run.run_dir)})
     else:
-        _last_word(file, run.run_dir, summary)
+        mlflow = pipeline.config.tracking.mlflow
+        _last_word(file, run.run_dir, summary, mlflow_uri=mlflow.uri if mlflow is not None else None)
     return EXIT_CODES[summary["status"]]
+
+
+def _wait(run: Run, ending: _Ending) -> dict[str, Any]:
+    """Wait for the summary. Ray, once it is up, puts a handler of its own over ours, which prints a stack trace; ours goes back."""
+    while True:
+        try:
+            return run.wait(timeout=SLICE_SECONDS)
+        except TimeoutError:
+            ending.listen()
 
 
 class _Ending:
     """The first signal asks the run to stop, as soon as there is one; the second ends this process and its children at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: tuple[signal.Signals, ...]) -> None:
+        self.signals = signals
         self._run: Run | None = None
         self._asked = False
+
+    def listen(self) -> None:
+        for which in self.signals:
+            signal.signal(which, self.on_signal)
 
     def take(self, run: Run) -> None:
         self._run = run
@@ -71,12 +88,11 @@ class _Ending:
 
 @contextmanager
 def _ending_on_signals() -> Iterator[_Ending]:
-    ending = _Ending()
     before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup: a closed terminal is none of the run's business
         del before[signal.SIGHUP]
-    for which in before:
-        signal.signal(which, ending.on_signal)
+    ending = _Ending(tuple(before))
+    ending.listen()
     try:
         yield ending
     finally:
@@ -90,14 +106,14 @@ def _end_at_once(run: Run | None) -> None:
 
     from asyncrl.cluster.sweep import kill_with_children, remove_shared_memory
 
-    kill_with_children(psutil.Process().children(), wait_seconds=1.0)
+    kill_with_children(psutil.Process().children(), wait_seconds=3.0)
     started = RunFolder.open(run.run_dir).started if run is not None else None
     if started is not None:
         remove_shared_memory(started["run_id"])
     os._exit(EXIT_INTERRUPTED)
 
 
-def _last_word(file: Path, run_dir: Path, summary: dict[str, Any]) -> None:
+def _last_word(file: Path, run_dir: Path, summary: dict[str, Any], *, mlflow_uri: str | None) -> None:
     """What happened, and what to try next."""
     status, folder = summary["status"], _short(run_dir)
     if status == "failed":
@@ -106,14 +122,20 @@ def _last_word(file: Path, run_dir: Path, summary: dict[str, Any]) -> None:
         return
     print()
     print(summary_text(summary))
+    if not summary["steps"]:
+        return
     print()
     print("what to try next:")
     tries = [
         (f"asyncrl samples {folder}", "read what the model wrote"),
         (f"asyncrl audit {folder}", "where every prompt group went"),
-        (f"asyncrl launch {_short(file)} --set rollout.max_staleness=0", "the same on-policy: slower, nothing stale"),
         ("asyncrl check --explain rollout.max_staleness", "what a key means"),
     ]
+    if summary["staleness"]["bound"] > 0:
+        on_policy = f"asyncrl launch {_short(file)} --set rollout.max_staleness=0"
+        tries.insert(2, (on_policy, "the same on-policy: slower, nothing stale"))
+    if mlflow_uri is not None and summary["mlflow_run_id"] is not None:
+        tries.insert(2, (ui_command(mlflow_uri), "every figure as a curve"))
     width = max(len(command) for command, _ in tries)
     for command, what in tries:
         print(f"  {command.ljust(width)}   {what}")

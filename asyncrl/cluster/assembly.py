@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl import logs
 from asyncrl.clock import SystemClock
 from asyncrl.cluster.spec import RunSpec
 from asyncrl.services.service import AddressBook, Service
@@ -233,6 +234,7 @@ def _reward_worker(spec: RunSpec, index: int) -> Service:
         [entry.weight for entry in reward.functions],
         limit_seconds=reward.timeout_seconds,
         concurrency=reward.concurrency,
+        output=logs.log_path(Path(spec.run_dir), f"reward/{index}"),
     )
     return RewardWorker(index, executor, concurrency=reward.concurrency, clock=CLOCK)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import inspect
 import mmap
 import os
@@ -56,6 +57,7 @@ def main(fd: int, mark_fd: int, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the kernel was told
         os._exit(0)
+    faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     for inherited in (fd, mark_fd):
         os.set_inheritable(inherited, False)  # a process that a user's function starts must not hold the channel open

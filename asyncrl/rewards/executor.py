@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.rewards.function import FIELDS, FunctionSpec, RewardFunction
@@ -30,6 +31,8 @@ from asyncrl.rewards.outcome import (
     raised,
     timed_out,
 )
+
+NOT_CALLED = failed("not called")
 
 
 class Executor(Protocol):
@@ -57,14 +60,23 @@ class Executor(Protocol):
 
 
 class FunctionExecutor:
-    """The real one."""
+    """The real one. output: the file that takes what the functions print, and the trace of one that crashes its process."""
 
-    def __init__(self, specs: Sequence[FunctionSpec], weights: Sequence[float], *, limit_seconds: float, concurrency: int):
+    def __init__(
+        self,
+        specs: Sequence[FunctionSpec],
+        weights: Sequence[float],
+        *,
+        limit_seconds: float,
+        concurrency: int,
+        output: Path | None = None,
+    ):
         self._specs, self._weights, self._limit, self._concurrency = list(specs), list(weights), limit_seconds, concurrency
         self._names = component_names([spec.name for spec in specs])
         self._own: dict[int, RewardFunction] = {}
         self._loaded: dict[int, LoadedFunction] = {}
         self._child_index: dict[int, int] = {}
+        self._output = output
         self._counts = LaneCounts()
         self._nursery: Nursery | None = None
         self._serial: SerialLane | None = None
@@ -76,7 +88,7 @@ class FunctionExecutor:
         if not theirs:
             return
         self._child_index = {index: position for position, index in enumerate(theirs)}
-        self._nursery = Nursery([self._specs[index] for index in theirs], self._limit)
+        self._nursery = Nursery([self._specs[index] for index in theirs], self._limit, self._output)
         self._loaded = dict(zip(theirs, await self._nursery.first(), strict=True))
         self._serial = SerialLane(self._nursery, self._limit, self._counts)
         self._concurrent = ConcurrentLane(self._nursery, self._limit, self._concurrency, self._counts)
@@ -92,7 +104,7 @@ class FunctionExecutor:
         return not any(function.is_async for function in self._loaded.values())
 
     async def run(self, items: Sequence[Item]) -> list[SampleScore]:
-        outcomes: list[list[CallOutcome]] = [[failed("not called")] * len(self._specs) for _ in items]
+        outcomes: list[list[CallOutcome]] = [[NOT_CALLED] * len(self._specs) for _ in items]
         lanes: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # is_async to (sample, function)
         for sample, item in enumerate(items):
             for index, function in self._own.items():

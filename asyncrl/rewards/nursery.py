@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.errors import UserError
@@ -84,7 +85,8 @@ class Nursery:
     Children are spawned from the thread of the event loop, because the kernel ties their death to that thread's.
     """
 
-    def __init__(self, specs: Sequence[FunctionSpec], limit_seconds: float):
+    def __init__(self, specs: Sequence[FunctionSpec], limit_seconds: float, output: Path | None = None):
+        self._output = output
         self._hello = {
             "functions": [[spec.name, spec.source, spec.payload] for spec in specs],
             "limit_seconds": limit_seconds,
@@ -151,18 +153,23 @@ class Nursery:
     async def _spawn(self) -> Child:
         ours, theirs = socket.socketpair()
         mark_fd = os.memfd_create("asyncrl-reward-mark")
+        output = os.open(self._output, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if self._output is not None else None
         try:
             os.ftruncate(mark_fd, mmap.PAGESIZE)
             mark = mmap.mmap(mark_fd, mmap.PAGESIZE)
             process = subprocess.Popen(  # noqa: ASYNC220  (from this thread on purpose; it takes a few ms)
-                [sys.executable, "-m", "asyncrl.rewards.child", str(theirs.fileno()), str(mark_fd), str(os.getpid())],
+                [sys.executable, "-P", "-m", "asyncrl.rewards.child", str(theirs.fileno()), str(mark_fd), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=(theirs.fileno(), mark_fd),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         finally:
             theirs.close()
             os.close(mark_fd)
+            if output is not None:
+                os.close(output)
         try:
             child = Child(process, await asyncio.open_connection(sock=ours), mark)
         except asyncio.CancelledError:

@@ -15,7 +15,8 @@ from asyncrl.errors import RewardFailed
 
 RELATIVE_TOLERANCE = 1e-6
 ABSOLUTE_TOLERANCE = 1e-9
-_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)?(?:(?<=\d)\.\d*|\.\d+)?(?:(?<=[\d.])[eE][-+]?\d+)?")
+WINDOW = 400
+_NUMBER = re.compile(r"(?a)(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)?(?:(?<=\d)\.\d*|\.\d+)?(?:(?<=[\d.])[eE][-+]?\d+)?")
 
 
 def exact_match(response: str, ground_truth: Any) -> float:
@@ -46,8 +47,11 @@ def numeric(response: str, ground_truth: Any) -> float:
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text, in the form that `numeric` reads; None where there is none."""
-    found = [match.group() for match in _NUMBER.finditer(text) if any(character.isdigit() for character in match.group())]
+    """The last number in a text, in the form that `numeric` reads; None where there is none. It is looked for in the WINDOW
+    characters up to the text's last digit, so that a long answer of digits and commas costs no more than a short one."""
+    end = next((place for place in range(len(text), 0, -1) if text[place - 1] in "0123456789"), 0)
+    window = text[max(0, end - WINDOW) : end + WINDOW]
+    found = [match.group() for match in _NUMBER.finditer(window) if any(character.isdigit() for character in match.group())]
     return float(found[-1].replace(",", "")) if found else None
 
 

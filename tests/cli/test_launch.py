@@ -22,7 +22,7 @@ class FakeRun:
         self.stopped = threading.Event()
         self.wait_for_stop = wait_for_stop
 
-    def wait(self) -> dict[str, Any]:
+    def wait(self, timeout: float | None = None) -> dict[str, Any]:
         if self.wait_for_stop:
             os.kill(os.getpid(), signal.SIGTERM)
             assert self.stopped.wait(10)
@@ -50,10 +50,10 @@ def fake_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_a_finished_run_says_what_happened_and_what_to_try_next(fake_launch: Any) -> None:
-    fake_launch(reward={"first": 0.41, "last": 0.9}, eval={"first": 0.4, "last": 0.91})
+    fake_launch(reward={"first": 0.41, "last": 0.9}, eval={"first": 0.4, "last": 0.91}, mlflow_run_id="1")
     outcome = asyncrl("launch", QUICKSTART)
     assert (outcome.code, outcome.err) == (0, "")
-    for words in ("run directory:", "finished: 300 steps", "0.400 → 0.910", "asyncrl samples", "asyncrl audit"):
+    for words in ("run directory:", "finished: 300 steps", "0.400 → 0.910", "asyncrl samples", "asyncrl audit", "mlflow ui"):
         assert words in outcome.out
 
 

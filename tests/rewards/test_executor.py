@@ -161,6 +161,21 @@ async def test_a_hung_child_dies_with_its_worker():
             await asyncio.sleep(0.01)
 
 
+async def test_what_functions_print_lands_in_the_log(tmp_path):
+    executor = FunctionExecutor(
+        [FunctionSpec.of("a", printing)], [1.0], limit_seconds=5.0, concurrency=1, output=tmp_path / "reward-0.log"
+    )
+    await executor.start()
+    await executor.run([{"response": "said"}])
+    await executor.close()
+    assert (tmp_path / "reward-0.log").read_text() == "said\n"
+
+
+def printing(response):
+    print(response, flush=True)
+    return 1.0
+
+
 async def test_functions_of_one_name_are_told_apart():
     executor = FunctionExecutor([FunctionSpec.of("m:numeric", "numeric")] * 2, [1.0, 1.0], limit_seconds=5.0, concurrency=2)
     await executor.start()

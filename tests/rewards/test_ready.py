@@ -1,5 +1,7 @@
 """What the ready-made reward functions compare."""
 
+import time
+
 import pytest
 
 from asyncrl.errors import RewardFailed
@@ -32,6 +34,12 @@ def test_contains_looks_for_the_ground_truth_anywhere(response, ground_truth, sc
 )  # fmt: skip
 def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == number
+
+
+def test_a_long_answer_of_digits_and_commas_costs_little():
+    began = time.process_time()
+    assert last_number("111," * 100_000) == 111.0
+    assert time.process_time() - began < 1.0
 
 
 @pytest.mark.parametrize(
