@@ -33,6 +33,7 @@ class Session:
         self._log_probs: list[float] = []
         self._versions: list[int] = []
         self._turns = 0
+        self._is_generating = False
         self._last_reply = ""
         self._messages: list[Any] = []
         self.finish_reason: FinishReason = "stop"
@@ -60,8 +61,17 @@ class Session:
         tokenizer may merge them differently): then pass ids, ``session.tokens + session.encode(...)``.
 
         Raises GenerationFailed: the server failed more than rollout.generation_retries times, the tokens do not extend the
-        conversation, or it has no room left.
+        conversation, it has no room left, or another call of this session is not done yet.
         """
+        if self._is_generating:
+            raise GenerationFailed("a session has one conversation: await one session.generate before the next")
+        self._is_generating = True
+        try:
+            return await self._reply(prompt, max_new_tokens)
+        finally:
+            self._is_generating = False
+
+    async def _reply(self, prompt: str | list[dict[str, Any]] | Sequence[int], max_new_tokens: int | None) -> str:
         is_ids = not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict))
         ids = [int(token) for token in prompt] if is_ids else self.encode(prompt)  # type: ignore[arg-type]
         environment = self._environment(ids)

@@ -210,6 +210,10 @@ async def returns_an_object(prompt, session):
     return object()
 
 
+async def asks_twice_at_once(prompt, session):
+    await asyncio.gather(session.generate("a"), session.generate("b"))
+
+
 async def asks_with_nothing(prompt, session):
     await session.generate([])
 
@@ -224,6 +228,7 @@ async def asks_with_nothing(prompt, session):
         (hangs, "not done after 60 s (rollout.request_timeout_seconds)"),
         (says_nothing, "without a call of session.generate"),
         (returns_an_object, "it returned a object"),
+        (asks_twice_at_once, "one conversation"),
         (asks_with_nothing, "turn 1: the prompt has no token"),
     ],
 )

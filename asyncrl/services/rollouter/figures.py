@@ -20,6 +20,7 @@ class Figures:
         self.waits = IdleMeter(clock)  # admission's waits, whether or not something is being generated meanwhile
         self.blocked = IdleMeter(clock)  # the outbox's, for room in the queue
         self.generated = self.failed = self.tokens = self.truncated = 0
+        self.most_versions = 0  # that one response spans
         self.finish_reasons: Counter[str] = Counter()
         self.active = 0
         self._why_idle = "start"
@@ -39,6 +40,9 @@ class Figures:
             self.generated += 1
             self.tokens += len(trajectory.response_tokens)
             self.truncated += trajectory.finish_reason == "length"
+            if len(trajectory.versions):
+                spanned = int(trajectory.versions[-1]) - int(trajectory.versions[0]) + 1
+                self.most_versions = max(self.most_versions, spanned)
         self.finish_reasons[trajectory.finish_reason] += 1
 
     def set_active(self, active: int) -> None:
@@ -80,12 +84,13 @@ class Figures:
             "idle": {"rollouter": round(self.idle_share(), 4)},
             "rollout": {
                 "finish_reasons": dict(self.finish_reasons),
+                "versions_in_one_response_max": self.most_versions,
                 "idle_seconds": {reason: round(seconds, 3) for reason, seconds in self._idle.items()},
                 "wait_seconds": {reason: round(seconds, 3) for reason, seconds in self.waits.seconds.items()},
             },
         }
 
-    def report(self, *, live: int, in_flight: int, outbox: int) -> dict[str, float]:
+    def report(self) -> dict[str, float]:
         """Metrics since the last report, and totals."""
         now = self._clock.now()
         then, tokens, generated, truncated, failed = self._reported
@@ -96,10 +101,8 @@ class Figures:
             "rollouter/tokens_per_second": (self.tokens - tokens) / seconds,
             "rollouter/trajectories_per_second": new / seconds,
             "rollouter/failed": float(self.failed - failed),
-            "rollouter/live_groups": float(live),
-            "rollouter/groups_in_flight": float(in_flight),
+            "rollouter/versions_in_one_response_max": float(self.most_versions),
             "rollouter/generating": float(self.active),
-            "rollouter/waiting_to_send": float(outbox),
             "rollouter/blocked_seconds": sum(self.blocked.seconds.values()),
             "idle/rollouter": self.idle_share(),
         }

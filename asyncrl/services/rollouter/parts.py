@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +33,8 @@ class RpcScorer:
 @dataclass(frozen=True)
 class RollouterParts:
     """agent: how members become trajectories, over the same `engine`; eval_prompts: empty where evaluation is off; on_fleet: told
-    of every new view, so that the engine's client sends to no server that is behind; close: gives up what the wiring opened."""
+    of every new view, so that the engine's client sends to no server that is behind; closers: end what the wiring opened for
+    these parts (clients), after the run."""
 
     source: PromptSource
     eval_prompts: Sequence[Prompt]
@@ -46,3 +47,4 @@ class RollouterParts:
     scorer: Scorer
     tracker: Tracker
     on_fleet: Callable[[FleetView], None] = lambda view: None
+    closers: tuple[Callable[[], Awaitable[None]], ...] = ()

@@ -89,7 +89,7 @@ class Rollouter:
             raise _first_leaf(group) from group
         finally:
             self._state = "done"
-            await self._parts.engine.close()
+            await self._close_parts()
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         """From the first confirmed version to the end of training."""
@@ -291,8 +291,15 @@ class Rollouter:
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             number += 1
-            live, in_flight, outbox = self._groups.live, self._groups.num_in_flight, len(self._outbox)
-            self._parts.tracker.log("rollouter", number, self._figures.report(live=live, in_flight=in_flight, outbox=outbox))
+            metrics = {
+                **self._figures.report(),
+                "rollouter/live_groups": float(self._groups.live),
+                "rollouter/groups_in_flight": float(self._groups.num_in_flight),
+                "rollouter/waiting_to_send": float(len(self._outbox)),
+            }
+            if self._confirmed is not None:
+                metrics["rollouter/confirmed_version"] = float(self._confirmed)
+            self._parts.tracker.log("rollouter", number, metrics)
 
     @property
     def _confirmed(self) -> int | None:
@@ -323,6 +330,12 @@ class Rollouter:
                 pulse=self._pulse,
                 clock=self._clock,
             )
+
+    async def _close_parts(self) -> None:
+        await self._parts.engine.close()
+        await self._parts.tracker.close()
+        for close in self._parts.closers:
+            await close()
 
     def _check_data(self) -> None:
         """Refuse rows that the run has no room for, as far as can be seen before anything starts."""
