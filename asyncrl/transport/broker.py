@@ -193,7 +193,7 @@ class Broker:
         self._serve()
         self._expire_later()
 
-    def _send(self, peer: bytes, body: Sequence[Any], payloads: Sequence[bytes] = ()) -> None:
+    def _send(self, peer: bytes, body: Sequence[Any], payloads: Sequence[bytes] | None = None) -> None:
         if self._socket is not None and not self._socket.closed:
             self._socket.send([peer, *write_frames(body, payloads)])
 
@@ -255,7 +255,7 @@ class Broker:
         if receiver.open and receiver.request == request:
             self._forget_request(peer, receiver)
             receiver.delivery += 1
-            self._send(peer, ["deliver", receiver.delivery, request, []])
+            self._send(peer, ["deliver", receiver.delivery, request, []], [])
 
     def _lost(self, peer: bytes, topic: str, received: int) -> None:
         receiver = self._known(peer, topic)

@@ -38,7 +38,8 @@ class QueueSender:
         self._address, self._topic, self._producer = address, topic, producer
         self._heartbeat_seconds, self._silence_seconds = heartbeat_seconds, silence_seconds
         self._link: Link | None = None
-        self._opened: asyncio.Future[int] | None = None  # the topic's capacity in bytes
+        self._opened: asyncio.Future[int] | None = None  # the topic's capacity in bytes, once the queue has answered
+        self._capacity_bytes = 0  # of the topic; 0 while `send` must go through `_open`
         self._closed: asyncio.Future[None] | None = None
         self._broken: TransportError | None = None
         self._outbox: deque[Incoming] = deque()  # messages number handled … next − 1
@@ -59,7 +60,7 @@ class QueueSender:
         packed = [pack(message) for message in messages]
         if not packed:
             return
-        capacity_bytes = await self._open()
+        capacity_bytes = self._capacity_bytes or await self._open()
         largest = max(len(incoming.payload) for incoming in packed)
         if largest > capacity_bytes:
             raise MessageTooLarge(
@@ -78,6 +79,7 @@ class QueueSender:
         closed all the same. Closing twice is harmless."""
         if self._closed is not None:
             return
+        self._capacity_bytes = 0
         closed = self._closed = asyncio.get_running_loop().create_future()
         try:
             await self._open(closing=True)
@@ -160,7 +162,7 @@ class QueueSender:
         self._say(["write", self._topic, self._sent, ids], [incoming.payload for incoming in batch])
         self._sent = end
 
-    def _say(self, body: Sequence[Any], payloads: Sequence[bytes] = ()) -> None:
+    def _say(self, body: Sequence[Any], payloads: Sequence[bytes] | None = None) -> None:
         if self._link is not None:
             self._link.send(body, payloads)
 
@@ -173,12 +175,14 @@ class QueueSender:
             self._closed.set_result(None)
         elif kind == "error":
             self._broken = error_of(*fields)
+            self._capacity_bytes = 0
             self._fail_waits(self._broken)
 
     def _on_progress(self, beat: int, announced: int, granted: int, handled: int, capacity_bytes: int) -> None:
         assert self._opened is not None
         if not self._opened.done():
             self._opened.set_result(capacity_bytes)
+            self._capacity_bytes = 0 if self._closed else capacity_bytes
         for _ in range(min(handled, self._next) - self._handled):
             self._outbox.popleft()
             self._handled += 1
@@ -231,9 +235,10 @@ class QueueSender:
     def _shut(self, error: TransportError) -> None:
         if self._broken is None:
             self._broken = error
+        self._capacity_bytes = 0
         self._fail_waits(self._broken)
         if self._link is not None:
-            self._link.close(linger_seconds=0.0)
+            self._link.close()
 
 
 class QueueReceiver:

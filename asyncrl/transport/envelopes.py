@@ -16,7 +16,7 @@ def pack(message: Message) -> Incoming:
 def unpack(message_id: str, payload: bytes) -> Message:
     """Raises a FrameError for a payload that is no message, or another than its envelope says."""
     message = decode(split_frames(payload), max_bytes=len(payload))
-    found, _group = envelope(message)
+    found = str(message.id)
     if found != message_id:
         raise MalformedFrame(f"the envelope says {message_id}, the message {found}")
     return message

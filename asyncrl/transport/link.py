@@ -53,7 +53,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)
 
-    def send(self, body: Sequence[Any], payloads: Sequence[bytes] = ()) -> None:
+    def send(self, body: Sequence[Any], payloads: Sequence[bytes] | None = None) -> None:
         """Hand over one message; nothing happens on a closed link."""
         if not self._socket.closed:
             self._socket.send(write_frames(body, payloads))

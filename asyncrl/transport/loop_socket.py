@@ -15,6 +15,8 @@ import zmq
 READ_BATCH = 512  # multiparts taken at one wake-up before other callbacks get their turn
 
 Frames = list[bytes]
+_LAST = int(zmq.NOBLOCK)  # plain ints: combining the enum's members costs more than a send
+_MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
 
 def open_socket(kind: int, *, max_frame_bytes: int, identity: bytes | None = None) -> zmq.Socket[bytes]:
@@ -58,7 +60,9 @@ class LoopSocket:
     def send(self, frames: Sequence[bytes]) -> None:
         """Hand a multipart to ZeroMQ; never blocks. To a peer that is gone, a ROUTER's message is dropped."""
         assert not self.closed, "send on a closed socket"
-        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        for frame in frames[:-1]:
+            self._socket.send(frame, _MORE)
+        self._socket.send(frames[-1], _LAST)
         if not self._reading:
             self._look_again()
 
