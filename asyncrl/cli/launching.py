@@ -51,7 +51,8 @@ def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume
 
 
 def _wait(run: Run, ending: _Ending) -> dict[str, Any]:
-    """Wait for the summary. Ray, once it is up, puts a handler of its own over ours, which prints a stack trace; ours goes back."""
+    """Wait for the summary. Ray, once it is up, puts a handler of its own over ours, which prints a stack trace: ours goes
+    back."""
     while True:
         try:
             return run.wait(timeout=SLICE_SECONDS)

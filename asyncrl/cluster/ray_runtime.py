@@ -28,6 +28,7 @@ from asyncrl.services.supervisor import Row, RowFailed, rows_of
 
 log = logging.getLogger(__name__)
 
+OPEN_SECONDS = 60.0  # Ray's own start takes 4 s, or 30 on a machine that is busy
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's smallest; no sample passes through it
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
@@ -41,9 +42,11 @@ class RayRuntime:
         self._actors: dict[str, Any] = {}
         self._processes: dict[str, psutil.Process] = {}  # those of this host
         self._temp_dir: str | None = None
+        self._opening: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
-        await asyncio.to_thread(self._open)
+        self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
+        await asyncio.shield(self._opening)
 
     def _open(self) -> None:
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
@@ -133,6 +136,11 @@ class RayRuntime:
             ray.kill(self._actors[row.name], no_restart=True)
 
     async def close(self) -> None:
+        """A stop may come while Ray is still starting; shutting it down meanwhile aborts this process, so that is waited for."""
+        if self._opening is not None:
+            done, _ = await asyncio.wait([self._opening], timeout=OPEN_SECONDS)
+            for opening in done:
+                opening.exception()  # whoever awaited `open` has it; after a cancellation nobody has
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
