@@ -152,7 +152,7 @@ def test_the_correction_is_reported_by_staleness(model):
 
 def test_a_non_finite_loss_skips_its_update_and_no_other(model):
     with engine_of_one_rank(model, config()) as engine:
-        before = {name: parameter.full_tensor().clone() for name, parameter in engine.named_parameters()}
+        before = {name: parameter.full_tensor().detach().clone() for name, parameter in engine.named_parameters()}
         outcome = engine.train(poisoned(batch()))
         assert (outcome.updates, outcome.bad_updates) == (0, 1)
         assert outcome.metrics == {"tokens/trained": 0.0}
@@ -193,7 +193,7 @@ def test_bfloat16_computes_in_half_precision_on_float32_weights(model):
 
 def test_the_learning_rate_of_the_batch_is_the_one_used(model):
     with engine_of_one_rank(model, config()) as engine:
-        before = {name: parameter.full_tensor().clone() for name, parameter in engine.named_parameters()}
+        before = {name: parameter.full_tensor().detach().clone() for name, parameter in engine.named_parameters()}
         engine.train(batch(learning_rate=1e-4))
         moved = max(
             float((parameter.full_tensor().detach() - before[name]).abs().max()) for name, parameter in engine.named_parameters()

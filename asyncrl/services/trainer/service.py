@@ -64,6 +64,8 @@ class TrainerService:
         finally:
             engine.close()
             self._state = "done"
+            if self._rpc is not None:
+                await self._rpc.close()
 
     async def stop(self) -> None:
         """Rank 0 ends after its present step and dismisses the others."""
