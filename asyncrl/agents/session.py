@@ -33,7 +33,7 @@ class Session:
         self._log_probs: list[float] = []
         self._versions: list[int] = []
         self._turns = 0
-        self._is_generating = False
+        self._is_generating = self._is_closed = False
         self._last_reply = ""
         self._messages: list[Any] = []
         self.finish_reason: FinishReason = "stop"
@@ -63,6 +63,8 @@ class Session:
         Raises GenerationFailed: the server failed more than rollout.generation_retries times, the tokens do not extend the
         conversation, it has no room left, or another call of this session is not done yet.
         """
+        if self._is_closed:
+            raise GenerationFailed("this session is over: its trajectory was handed over")
         if self._is_generating:
             raise GenerationFailed("a session has one conversation: await one session.generate before the next")
         self._is_generating = True
@@ -98,6 +100,10 @@ class Session:
         if not is_ids and not isinstance(prompt, str):
             self._messages = [*prompt, {"role": "assistant", "content": self._last_reply}]
         return self._last_reply
+
+    def close(self) -> None:
+        """No reply from now on."""
+        self._is_closed = True
 
     def trajectory(self, extra_info: dict[str, Any], seconds: float) -> Trajectory:
         """What was recorded. `response` is the last reply. Raises GenerationFailed when the agent never asked for one."""

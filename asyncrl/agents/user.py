@@ -38,8 +38,9 @@ def check_agent(function: Any) -> None:
 
 
 class UserAgent:
-    """See `Agent`. A member whose function raises, or is not done by rollout.request_timeout_seconds, is a failed trajectory with
-    the reason; what the function returns, if anything, is `extra_info["agent"]`, for the reward functions."""
+    """See `Agent`. The function runs on the rollouter's event loop and must not block it. A member whose function raises, or
+    is not done by rollout.request_timeout_seconds, is a failed trajectory with the reason; what the function returns, if
+    anything, is `extra_info["agent"]`, for the reward functions."""
 
     def __init__(
         self, function: AgentFunction, engine: InferenceEngine, tokenizer: Tokenizer, now: Callable[[], float] = time.monotonic
@@ -60,19 +61,31 @@ class UserAgent:
     async def _member(self, task: Task, member: int) -> Trajectory:
         session = Session(task, member, self._engine, self._tokenizer, self.active)
         began = self._now()
+        work = asyncio.ensure_future(self._call(task.prompt, session))
         try:
-            async with asyncio.timeout(task.timeout_seconds) as deadline:
-                result = await self._function(task.prompt, session)
-            extra_info = task.prompt.extra_info if result is None else {**task.prompt.extra_info, "agent": _plain(result)}
+            done, _ = await asyncio.wait({work}, timeout=task.timeout_seconds)
+            if not done:
+                limit = f"{task.timeout_seconds:g} s (rollout.request_timeout_seconds)"
+                return failed_trajectory(task, member, f"the agent was not done after {limit}")
+            result, failure = work.result()
+            if failure is not None:
+                return failed_trajectory(task, member, failure)
+            extra_info = task.prompt.extra_info if result is None else {**task.prompt.extra_info, "agent": result}
             return session.trajectory(extra_info, self._now() - began)
         except GenerationFailed as error:
             return failed_trajectory(task, member, str(error))
-        except Exception as error:  # boundary: the user's agent runs here, and may raise anything
-            if deadline.expired():
-                reason = f"the agent was not done after {task.timeout_seconds:g} s (rollout.request_timeout_seconds)"
-            else:
-                reason = f"the agent raised {type(error).__name__}: {error}"
-            return failed_trajectory(task, member, reason)
+        finally:
+            session.close()
+            work.cancel()  # one that refuses to end is left behind: its session answers no more
+
+    async def _call(self, prompt: Prompt, session: Session) -> tuple[Any, str | None]:
+        """(what the function returned, why it failed)."""
+        try:
+            return _plain(await self._function(prompt, session)), None
+        except GenerationFailed as error:
+            return None, str(error)
+        except (Exception, SystemExit) as error:  # boundary: the user's agent runs here, and may raise anything
+            return None, f"the agent raised {type(error).__name__}: {error}"
 
 
 def _plain(value: Any) -> Any:

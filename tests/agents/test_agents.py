@@ -214,6 +214,22 @@ async def asks_twice_at_once(prompt, session):
     await asyncio.gather(session.generate("a"), session.generate("b"))
 
 
+async def exits(prompt, session):
+    raise SystemExit(3)
+
+
+async def refuses_to_end(prompt, session):
+    while True:
+        try:
+            await session.generate(prompt.prompt)
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            continue
+        except GenerationFailed as error:
+            assert "over" in str(error)  # noqa: PT017
+            return
+
+
 async def asks_with_nothing(prompt, session):
     await session.generate([])
 
@@ -229,6 +245,8 @@ async def asks_with_nothing(prompt, session):
         (says_nothing, "without a call of session.generate"),
         (returns_an_object, "it returned a object"),
         (asks_twice_at_once, "one conversation"),
+        (exits, "the agent raised SystemExit: 3"),
+        (refuses_to_end, "not done after 60 s"),
         (asks_with_nothing, "turn 1: the prompt has no token"),
     ],
 )

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 SCORED_AT_ONCE = 64
 LOOK_AGAIN_SECONDS = 1.0
+WARN_SECONDS = 60.0
 CONFIRM_TIMEOUTS = 2  # the last version is waited for by so many times sync.timeout_seconds
 RID_PREFIX = "eval"
 EVAL_EPOCH = -1  # in ids of evaluation, which never reach the ledger
@@ -149,10 +150,25 @@ class Evaluator:
         async with asyncio.TaskGroup() as requests:
             for index, samples in enumerate(samples_in_turn(len(prompts), self._config.eval.samples)):
                 for members in parts_of_group(samples, self._places.total):
-                    while self._room() < len(members):
-                        await self._pulse.wait(LOOK_AGAIN_SECONDS)
+                    await self._wait_for_room(len(members))
                     self._places.take(len(members))
                     requests.create_task(self._ask(index, prompts[index], tuple(members), samples, finished))
+
+    async def _wait_for_room(self, places: int) -> None:
+        warn_at = self._clock.now() + WARN_SECONDS
+        while self._room() < places:
+            await self._pulse.wait(LOOK_AGAIN_SECONDS)
+            if self._clock.now() >= warn_at:
+                rollout, training = self._config.rollout, self._config.training
+                ahead = (rollout.max_staleness + 1) * training.publish_every * training.groups_per_step * rollout.group_size
+                log.warning(
+                    "an evaluation has waited %.0f s for places that rollouts leave free: rollout.max_concurrent is %d and "
+                    "rollouts may want %d, raise it above that",
+                    WARN_SECONDS,
+                    rollout.max_concurrent,
+                    ahead,
+                )
+                warn_at = float("inf")
 
     async def _ask(self, index: int, prompt: Prompt, members: tuple[int, ...], samples: int, finished: list[Trajectory]) -> None:
         left = len(members)

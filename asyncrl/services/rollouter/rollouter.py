@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 5.0  # one long poll
 REPORT_SECONDS = 1.0
+BLOCKED_SECONDS = 2.0
 LOOK_AGAIN_SECONDS = 5.0  # every wait for a change looks again after this, whatever was missed
 
 
@@ -98,7 +99,7 @@ class Rollouter:
             await self._pulse.wait(LOOK_AGAIN_SECONDS)
         if self._evaluator and not self._over:
             self._state = "evaluating"
-            await self._until_over(self._evaluator.evaluate_first())
+            await self._unless(lambda: self._over, self._evaluator.evaluate_first())
         self._state = "generating"
         while not self._over:
             if await self._start_groups(tasks):
@@ -109,7 +110,7 @@ class Rollouter:
         await self._abort_what_is_left()
         if self._evaluator and not self._stop_asked:
             self._state = "evaluating"
-            await self._evaluator.evaluate_last(self._events.final_version)
+            await self._unless(lambda: self._stop_asked, self._evaluator.evaluate_last(self._events.final_version))
         await self._outbox.close()
 
     async def stop(self) -> None:
@@ -247,11 +248,11 @@ class Rollouter:
         if self._evaluator and self._config.eval.every:
             await self._evaluator.run_schedule(over=lambda: self._over)
 
-    async def _until_over(self, work: Awaitable[Any]) -> None:
-        """Await `work`, but not past a stop or the end of training."""
+    async def _unless(self, over: Callable[[], bool], work: Awaitable[None]) -> None:
+        """Await `work`, but give it up once `over()`."""
         task = asyncio.ensure_future(work)
         try:
-            while not task.done() and not self._over:
+            while not task.done() and not over():
                 waiting = asyncio.ensure_future(self._pulse.wait(LOOK_AGAIN_SECONDS))
                 await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
@@ -289,7 +290,12 @@ class Rollouter:
     async def _report(self) -> None:
         number = 0
         while True:
+            due = self._clock.now() + REPORT_SECONDS
             await asyncio.sleep(REPORT_SECONDS)
+            if (late := self._clock.now() - due) > BLOCKED_SECONDS:
+                log.warning(
+                    "the event loop stood still for %.1f s: an agent must not block, use await or asyncio.to_thread", late
+                )
             number += 1
             metrics = {
                 **self._figures.report(),
