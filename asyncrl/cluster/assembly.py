@@ -62,6 +62,7 @@ def _message_queue(spec: RunSpec, row: Row) -> Service:
 def _parameter_sync(spec: RunSpec, row: Row) -> Service:
     from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
     from asyncrl.weight_sync.channel import ReceiverChannel
+    from asyncrl.weight_sync.plan import bucket_bytes
 
     sync = spec.parsed_config().sync
     throttle = sync.max_megabytes_per_second
@@ -69,7 +70,7 @@ def _parameter_sync(spec: RunSpec, row: Row) -> Service:
         transport=sync.transport,
         kv_policy=sync.kv_policy,
         verify=sync.verify,
-        bucket_bytes=int(sync.bucket_megabytes * 1e6),
+        bucket_bytes=bucket_bytes(sync.bucket_megabytes, throttle),
         bytes_per_second=throttle * 1e6 if throttle is not None else None,
         timeout_seconds=sync.timeout_seconds,
     )
@@ -121,6 +122,7 @@ def _trainer_parts(spec: RunSpec, config: Config, rank: int, book: AddressBook, 
     from asyncrl.tracking.remote import RemoteTracker
     from asyncrl.transport.client import QueueReceiver
     from asyncrl.transport.rpc import RpcClient
+    from asyncrl.weight_sync.plan import bucket_bytes
     from asyncrl.weight_sync.publisher import ShmPublisher
 
     publisher = ShmPublisher(
@@ -128,7 +130,7 @@ def _trainer_parts(spec: RunSpec, config: Config, rank: int, book: AddressBook, 
         run_id=spec.run_id,
         address=book["parameter_sync"]["rpc"],
         incarnation=spec.incarnation,
-        bucket_bytes=int(config.sync.bucket_megabytes * 1e6),
+        bucket_bytes=bucket_bytes(config.sync.bucket_megabytes, config.sync.max_megabytes_per_second),
         timeout_seconds=config.sync.timeout_seconds,
         rank=rank,
         world_size=config.training.ranks,

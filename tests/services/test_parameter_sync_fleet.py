@@ -177,13 +177,22 @@ def test_a_silent_server_is_dead_and_stale_when_it_is_heard_again():
     fleet = a_fleet()
     publish(fleet, 0)
     bring(fleet)
-    assert fleet.mark_silent(9.0) == []
-    assert fleet.mark_silent(10.5) == [A]
-    assert (fleet.state_of(A), fleet.mark_silent(11.0), fleet.next_transfer(A, 11.0)) == ("DEAD", [], None)
+    assert not fleet.missed(A, 5.0)
+    assert not fleet.missed(A, 9.0)
+    assert fleet.missed(A, 10.5)
+    assert (fleet.state_of(A), fleet.missed(A, 11.0), fleet.next_transfer(A, 11.0)) == ("DEAD", False, None)
     fleet.heard(A, "first", 12.0)
     assert fleet.state_of(A) == "STALE"
     bring(fleet, now=12.0)
     assert fleet.state_of(A) == "READY"
+
+
+def test_one_probe_missed_is_not_yet_silence_however_late_it_is():
+    fleet = a_fleet()
+    assert not fleet.missed(A, 60.0)
+    fleet.heard(A, "first", 60.1)
+    assert not fleet.missed(A, 75.0)
+    assert fleet.missed(A, 76.0)
 
 
 def test_a_newer_incarnation_makes_every_server_stale_and_an_older_one_is_refused():

@@ -89,10 +89,9 @@ class StagedModel:
         self.checksums = np.array(crcs, dtype=np.uint32)
 
     def order(self, version: PolicyVersion = FIRST, **changes: Any) -> Order:
-        fields = {
-            "plan": self.plan, "slots": (self.name,), "checksums": self.checksums, "carrier": "shared_memory",
-            "kv_policy": "keep", "verify": True, "bucket_bytes": self.bucket_bytes, "bytes_per_second": None, "timeout_seconds": 10.0,
-        }  # fmt: skip
+        fields: dict[str, Any] = {"plan": self.plan, "slots": (self.name,), "checksums": self.checksums}
+        fields |= {"carrier": "shared_memory", "kv_policy": "keep", "verify": True, "bucket_bytes": self.bucket_bytes}
+        fields |= {"bytes_per_second": None, "timeout_seconds": 10.0}
         return Order(version=version, **(fields | changes))
 
     def flip(self, offset: int = 3) -> None:

@@ -46,6 +46,7 @@ class _Server:
     in_traffic: bool = False
     ever_confirmed: bool = False
     dead: bool = False
+    missed: int = 0
     transfer: Transfer | None = None
     retry_at: float = 0.0
     reason: str = ""
@@ -138,7 +139,7 @@ class FleetState:
     def heard(self, name: str, session: str, now: float) -> bool:
         """A server answered. True when it is another process than before: it holds nothing, and its transfer is off."""
         server = self._servers[name]
-        server.heard_at = now
+        server.heard_at, server.missed = now, 0
         if server.dead:
             server.dead, server.reason = False, "was silent"
         restarted = server.session is not None and server.session != session
@@ -148,13 +149,16 @@ class FleetState:
             server.reason = "was restarted"
         return restarted
 
-    def mark_silent(self, now: float) -> list[str]:
-        """Servers that are DEAD from now on."""
-        fallen = [s for s in self._servers.values() if not s.dead and now - s.heard_at > self._silence]
-        for server in fallen:
-            server.dead, server.in_traffic, server.transfer = True, False, None
-            server.reason = f"silent for {now - server.heard_at:.0f} s"
-        return [server.name for server in fallen]
+    def missed(self, name: str, now: float) -> bool:
+        """A probe went unanswered. True when the server is DEAD from now on: nothing heard for long, and not the first probe
+        missed (one may be our own lateness)."""
+        server = self._servers[name]
+        server.missed += 1
+        if server.dead or server.missed < 2 or now - server.heard_at <= self._silence:
+            return False
+        server.dead, server.in_traffic, server.transfer = True, False, None
+        server.reason = f"silent for {now - server.heard_at:.0f} s"
+        return True
 
     def next_transfer(self, name: str, now: float) -> Transfer | None:
         """What this server should read now, if anything; from here until `confirm` or `fail` it holds the slot."""

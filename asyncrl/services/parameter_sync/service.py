@@ -89,10 +89,11 @@ class ParameterSyncService:
         self._checksums: dict[tuple[int, int], npt.NDArray[np.uint32]] = {}  # (slot, rank)
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._failure: BaseException | None = None
         handlers: dict[str, Callable[..., Any]] = {
             "register": self.register,
             "acquire_slot": self.acquire_slot,
-            "staged": self.staged,
+            "staged": self._staged_when_registered,
             "fleet": self.fleet,
             "wait_confirmed": self.wait_confirmed,
             "add_server": self.add_server,
@@ -110,6 +111,8 @@ class ParameterSyncService:
                 await self.add_server(name, addresses.get("http", ""), addresses["weights"])
         try:
             await self._stopping.wait()
+            if self._failure is not None:
+                raise self._failure
         finally:
             for line in self._lines.values():
                 await self._drop(line)
@@ -164,6 +167,11 @@ class ParameterSyncService:
             self._notify()
         return self._stats.latest()
 
+    async def _staged_when_registered(self, **announcement: Any) -> dict[str, float]:
+        """`staged`, once the slower ranks have registered too."""
+        await self._until(lambda: self._plan is not None, self._settings.timeout_seconds)
+        return self.staged(**announcement)
+
     async def wait_confirmed(self, incarnation: int, version: int, patience: float) -> bool:
         """Until every server that takes traffic confirmed `version`; False after `patience` seconds."""
         return await self._until(lambda: self.is_confirmed(incarnation, version), patience)
@@ -192,7 +200,9 @@ class ParameterSyncService:
         self._fleet.add(name, http, self._clock.now())
         line = _Line(weights, self._connect(weights), [])
         self._lines[name] = line
-        line.loops = [asyncio.create_task(self._listen(name, line)), asyncio.create_task(self._tend(name, line))]
+        line.loops = [asyncio.create_task(loop) for loop in (self._listen(name, line), self._tend(name, line))]
+        for task in line.loops:
+            task.add_done_callback(self._on_loop_ended)
         self._notify()
 
     # Loops, one of each a server
@@ -208,9 +218,9 @@ class ParameterSyncService:
             if status is not None and self._fleet.heard(name, status["session"], self._clock.now()):
                 log.warning("%s was restarted: STALE until it confirms the current version", name)
                 self._cancel(line)
-            for fallen in self._fleet.mark_silent(self._clock.now()):
-                log.error("%s is %s: DEAD until it answers", fallen, self._fleet.reason_of(fallen))
-                self._cancel(self._lines[fallen])
+            if status is None and self._fleet.missed(name, self._clock.now()):
+                log.error("%s is %s: DEAD until it answers", name, self._fleet.reason_of(name))
+                self._cancel(line)
             if self._fleet.view().seq != seq:
                 self._notify()
             await asyncio.sleep(settings.heartbeat_seconds)
@@ -232,7 +242,7 @@ class ParameterSyncService:
         )
         try:
             outcome = await asyncio.shield(line.update)
-        except AsyncrlError as error:
+        except (AsyncrlError, OSError) as error:
             self._on_failed(transfer, line, error)
         except asyncio.CancelledError:
             this = asyncio.current_task()
@@ -272,7 +282,7 @@ class ParameterSyncService:
         log.error("%s: %d slices of %s arrived wrong; sent again", transfer.server, count, transfer.version)
         self._notify()
 
-    def _on_failed(self, transfer: Transfer, line: _Line, error: AsyncrlError) -> None:
+    def _on_failed(self, transfer: Transfer, line: _Line, error: Exception) -> None:
         self._stats.failed_updates += 1
         if isinstance(error, LiveDigestMismatch):
             self._stats.committed_wrong()
@@ -315,6 +325,12 @@ class ParameterSyncService:
                 return False
             await self._change(left)
         return True
+
+    def _on_loop_ended(self, task: asyncio.Task[None]) -> None:
+        """A loop ends only when it is cancelled; anything else is a bug, and ends the service."""
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            self._stopping.set()
 
     def _cancel_updates(self) -> None:
         for line in self._lines.values():
