@@ -107,11 +107,13 @@ def _end_at_once(run: Run | None) -> None:
 
     from asyncrl.cluster.sweep import kill_with_children, remove_shared_memory
 
-    kill_with_children(psutil.Process().children(), wait_seconds=3.0)
-    started = RunFolder.open(run.run_dir).started if run is not None else None
-    if started is not None:
-        remove_shared_memory(started["run_id"])
-    os._exit(EXIT_INTERRUPTED)
+    try:
+        kill_with_children(psutil.Process().children(), wait_seconds=3.0)
+        started = RunFolder.open(run.run_dir).started if run is not None else None
+        if started is not None:
+            remove_shared_memory(started["run_id"])
+    finally:
+        os._exit(EXIT_INTERRUPTED)
 
 
 def _last_word(file: Path, run_dir: Path, summary: dict[str, Any], *, mlflow_uri: str | None) -> None:

@@ -10,7 +10,10 @@ def serve(model: str, *, port: int, host: str, dtype: str, max_batch: int, conte
     """Serve until a signal; the exit code. Raises UserError for a model that cannot be read or an option that it cannot have."""
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype is {dtype}, but must be float32 or bfloat16")
-    facts = read_model(model, needs_tokenizer=False)
+    try:
+        facts = read_model(model, needs_tokenizer=False)
+    except UserError as error:
+        raise UserError(str(error).replace("model.path is", "MODEL is")) from error
     if context_tokens is not None and facts.context_tokens is not None and context_tokens > facts.context_tokens:
         raise UserError(f"--context-tokens is {context_tokens}, but the context of {model} is {facts.context_tokens}: lower it")
     from asyncrl.engines.embedded import EngineOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ BUILTIN_MODELS: Mapping[str, ModelFacts] = {
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 HUB_REACH_SECONDS = 3.0
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*[A-Za-z0-9]/[A-Za-z0-9][A-Za-z0-9_.-]*[A-Za-z0-9]")
 
 
 def read_model(path: str, *, needs_tokenizer: bool = True) -> ModelFacts:
@@ -49,7 +51,7 @@ def read_model(path: str, *, needs_tokenizer: bool = True) -> ModelFacts:
         return _folder_facts(folder, needs_tokenizer)
     if folder.exists():
         raise UserError(f"model.path is {path}, a file: give the folder that holds config.json and the weights")
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+    if not HUB_NAME.fullmatch(path):
         raise UserError(f"model.path is {path}, and there is no such folder: give a folder with config.json and weights, a hub "
                         f"name such as owner/model, or a built-in: {', '.join(BUILTIN_MODELS)}")  # fmt: skip
     return _config_facts(_json(_hub_config(path), path), parameters=None)
@@ -127,10 +129,13 @@ def _hub_config(name: str) -> Path:
     """config.json of a hub model, from the cache or over the network. Raises UserError when it cannot be had within seconds."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, "config.json")
+    remedy = "download it first and give its folder, or correct the name"
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except ValueError as error:
+        raise UserError(f"model.path is {name}, which is neither a folder here nor a hub name ({error}): {remedy}") from error
     if isinstance(cached, str):
         return Path(cached)
-    remedy = "download it first and give its folder, or correct the name"
     place = urlsplit(constants.ENDPOINT)
     try:
         socket.create_connection((place.hostname or "", place.port or 443), timeout=HUB_REACH_SECONDS).close()

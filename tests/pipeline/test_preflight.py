@@ -73,6 +73,8 @@ def test_the_resolved_quickstart_passes_too(tmp_path: Path) -> None:
         ("model.path=builtin/arithmetik", "model.path", "builtin/arithmetic"),
         ("model.path=./no_such_folder", "model.path", "no such folder"),
         ("model.path=no_such_folder", "model.path", "no such folder"),
+        ("model.path=no_such/", "model.path", "no such folder"),
+        ("model.path=no--such/model", "model.path", "neither a folder here nor a hub name"),
         ("model.tokenizer=./no_such_folder", "model.tokenizer", "no such folder"),
         ("model.attention=flash_attention_2", "model.attention", "set model.attention to auto"),
         ("reward.functions=[{function: exact_macht}]", "reward.functions.0.function", "exact_match"),
