@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -30,6 +34,8 @@ class Harness:
     def __init__(self, model: Any, *, max_slots: int = 8, context: int = 96):
         self._changed = threading.Condition()
         self.updates: dict[str, list[Update]] = {}
+        self._marks: deque[tuple[str, int]] = deque()
+        self._go_on = threading.Semaphore(0)
         self.loop = EngineLoop(ModelRunner(model, max_slots=max_slots, context=context), self._listen)
         self.loop.start()
 
@@ -44,6 +50,27 @@ class Harness:
             for update in updates:
                 self.updates.setdefault(update.sequence.rid, []).append(update)
             self._changed.notify_all()
+        if self._marks and self.progress(self._marks[0][0]) >= self._marks[0][1]:
+            assert self._go_on.acquire(timeout=WAIT_SECONDS)
+
+    def at(self, one: Sequence, marks: Many[int]) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        """Submit a streaming sequence; yield each time it has reached a mark, the loop held there. What is yielded makes a call that
+        posts something to the loop, and lets the loop go once it is posted."""
+        self._marks.extend((one.rid, mark) for mark in marks)
+        self.submit(one)
+        for mark in marks:
+            self.wait(lambda mark=mark: self.progress(one.rid) >= mark)
+            yield self._post_and_let_go
+
+    def _post_and_let_go(self, call: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(call)
+            deadline = time.monotonic() + WAIT_SECONDS
+            while not self.loop._inbox and not answer.done() and time.monotonic() < deadline:
+                time.sleep(0.0005)
+            self._marks.popleft()
+            self._go_on.release()
+            return answer.result(WAIT_SECONDS)
 
     def wait(self, condition: Any) -> None:
         with self._changed:

@@ -73,12 +73,9 @@ def test_tokens_do_not_depend_on_neighbours(engine):
 def test_sequences_that_arrive_while_others_decode_are_right(engine, model):
     prompts = random_prompts(10, longest=20, seed=2)
     first = sequence(prompts[0], max_new_tokens=70, temperature=0, stream_interval=1)
-    engine.submit(first)
-    late = []
-    for index, prompt in enumerate(prompts[1:]):
-        engine.wait(lambda wanted=3 * index + 1: engine.progress(first.rid) >= wanted)
-        late.append(sequence(prompt, max_new_tokens=4 + index, temperature=0))
-        engine.submit(late[-1])
+    late = [sequence(prompt, max_new_tokens=4 + index, temperature=0) for index, prompt in enumerate(prompts[1:])]
+    for one, go in zip(late, engine.at(first, [3 * index + 1 for index in range(len(late))]), strict=True):
+        go(lambda one=one: engine.submit(one))
     for one, update in zip([first, *late], engine.results(first, *late), strict=True):
         assert update.token_ids.tolist() == reference_greedy(model, one.prompt.tolist(), one.sampling.max_new_tokens)
 
@@ -100,10 +97,10 @@ def test_samples_of_one_prompt_share_its_prefill(engine):
 def test_a_sample_that_starts_later_takes_the_prefix_of_one_that_runs(engine, model):
     prompt = random_prompts(1, shortest=30, seed=4)[0]
     first = sequence(prompt, seed=1, max_new_tokens=50, stream_interval=1)
-    engine.submit(first)
-    engine.wait(lambda: engine.progress(first.rid) >= 2)
     second = sequence(prompt, temperature=0, max_new_tokens=10)
-    (update,) = engine.run(second)
+    for go in engine.at(first, [2]):
+        go(lambda: engine.submit(second))
+    (update,) = engine.results(second)
     assert second.cached_tokens == len(prompt) - 1
     assert update.token_ids.tolist() == reference_greedy(model, prompt, 10)
 
@@ -134,10 +131,10 @@ def test_generation_ends_at_the_context(engine):
 
 def test_abort_keeps_what_there_is_and_frees_the_slot(engine):
     victims = [sequence([5, 6], max_new_tokens=90, stream_interval=1) for _ in range(2)]
-    waiting = [sequence([7, 8], max_new_tokens=90) for _ in range(10)]
-    engine.submit(*victims, *waiting)
-    engine.wait(lambda: engine.progress(victims[0].rid) >= 3)
-    engine.loop.abort([victims[0].rid, waiting[-1].rid])
+    waiting = [sequence([7, 8], max_new_tokens=90) for _ in range(18)]
+    held = engine.at(victims[0], [1, 3])
+    next(held)(lambda: engine.submit(victims[1], *waiting))
+    next(held)(lambda: engine.loop.abort([victims[0].rid, waiting[-1].rid]))
     first, last = engine.results(victims[0], waiting[-1])
     assert first.finish.kind == last.finish.kind == "abort"
     assert len(first.token_ids) >= 3

@@ -31,12 +31,12 @@ def by_version(spans, length: int) -> list[str]:
 
 
 def commit_while_decoding(engine, folders, sequences, policy) -> None:
-    """Commit versions 1, 2, 3 while the first sequence (streaming) is under way."""
-    engine.submit(*sequences)
-    for version, folder in enumerate(folders[1:], start=1):
-        wanted = 12 * version
-        engine.wait(lambda wanted=wanted: engine.progress(sequences[0].rid) >= wanted)
-        engine.loop.commit(weights_of(folder), PolicyVersion(1, version), policy)
+    """Commit versions 1, 2, 3 when the first sequence (streaming) has 12, 24, 36 tokens."""
+    staged = [weights_of(folder) for folder in folders[1:]]
+    held = engine.at(sequences[0], [1, *(12 * (index + 1) for index in range(len(staged)))])
+    next(held)(lambda: engine.submit(*sequences[1:]))
+    for version, commit in enumerate(held, start=1):
+        commit(lambda version=version: engine.loop.commit(staged[version - 1], PolicyVersion(1, version), policy))
 
 
 def test_recompute_makes_every_token_that_of_its_versions_weights(folders):
@@ -81,11 +81,12 @@ def test_a_request_that_starts_after_a_swap_is_wholly_of_the_new_weights(folders
     prompt = random_prompts(1, shortest=30)[0]
     with Harness(load(folders[0]), max_slots=4) as engine:
         runs_on = sequence(prompt, seed=1, max_new_tokens=50, stream_interval=1)
-        engine.submit(runs_on)
-        engine.wait(lambda: engine.progress(runs_on.rid) >= 2)
-        engine.loop.commit(weights_of(folders[1]), PolicyVersion(1, 1), policy)
         fresh = sequence(prompt, seed=2, max_new_tokens=10)
-        (update,) = engine.run(fresh)
+        staged = weights_of(folders[1])
+        held = engine.at(runs_on, [2, 4])
+        next(held)(lambda: engine.loop.commit(staged, PolicyVersion(1, 1), policy))
+        next(held)(lambda: engine.submit(fresh))
+        (update,) = engine.results(fresh)
     assert update.spans == (("1.1", 0),)
     assert fresh.cached_tokens == (0 if policy == "keep" else len(prompt) - 1)
     np.testing.assert_allclose(update.log_probs, reference_log_probs(load(folders[1]), prompt, update.token_ids), atol=1e-4)

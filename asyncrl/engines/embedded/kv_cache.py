@@ -36,8 +36,12 @@ class SlotCache(Cache):
             planes.append(self._storage[size][taken[size]])
             taken[size] += 1
         self._keys, self._values = planes[0::2], planes[1::2]
+        self._flat = [plane.view(-1, plane.shape[-1]) for plane in planes]
+        self._context = context
         self._all_rows = torch.arange(max_slots, device=device)
-        self._rows, self._columns = self._all_rows[:0], self._all_rows[:0]
+        self._rows = self._all_rows[:0]
+        self._places: dict[int, torch.Tensor] = {}
+        self._columns = self._all_rows[:0]
         self._chunk: slice | None = None
         self._length = 0
 
@@ -45,6 +49,7 @@ class SlotCache(Cache):
         """The next pass writes one token of slot i at columns[i] (int64[N]) and reads slots 0 … N−1 up to `length` tokens."""
         self._rows, self._columns = self._all_rows[: len(columns_N)], columns_N
         self._chunk, self._length = None, length
+        self._places = {}
 
     def target_prefill(self, rows_N: torch.Tensor, start: int, end: int) -> None:
         """The next pass writes tokens start … end−1 of the slots `rows` (int64[N]) and reads those slots from 0 to `end`."""
@@ -56,14 +61,23 @@ class SlotCache(Cache):
         """[N, H, Q, D] in; [N, H, length, D] out (while decoding, views of the cache)."""
         keys, values, rows, length = self._keys[layer_idx], self._values[layer_idx], self._rows, self._length
         if self._chunk is None:
-            keys[rows, :, self._columns] = key_states[:, :, 0]
-            values[rows, :, self._columns] = value_states[:, :, 0]
+            places = self._decode_places(keys.shape[1])
+            self._flat[2 * layer_idx].index_copy_(0, places, key_states.reshape(len(places), -1))
+            self._flat[2 * layer_idx + 1].index_copy_(0, places, value_states.reshape(len(places), -1))
             return keys[: len(rows), :, :length], values[: len(rows), :, :length]
         keys[:, :, self._chunk].index_copy_(0, rows, key_states)
         values[:, :, self._chunk].index_copy_(0, rows, value_states)
         if self._chunk.start == 0:
             return key_states, value_states
         return keys[:, :, :length].index_select(0, rows), values[:, :, :length].index_select(0, rows)
+
+    def _decode_places(self, heads: int) -> torch.Tensor:
+        """int64[N·H]: where each slot's new token lies in a plane seen as rows of D numbers; the same for every layer."""
+        places = self._places.get(heads)
+        if places is None:
+            head_rows = self._rows[:, None] * heads + torch.arange(heads, device=self._rows.device)
+            places = self._places[heads] = (head_rows * self._context + self._columns[:, None]).view(-1)
+        return places
 
     def copy(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """The first `length` tokens of each source slot to its target slot; no slot is both."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from asyncrl.engines.embedded.kv_cache import LayerShape, SlotCache
+from asyncrl.engines.embedded.lean import LeanForward
 from asyncrl.engines.embedded.loading import context_limit, refuse_short_window
 from asyncrl.engines.embedded.sampling import sample
 from asyncrl.errors import PlanMismatch, UserError
@@ -46,6 +47,9 @@ class ModelRunner:
             _layer_shapes(model, self._cache_name), max_slots=max_slots, context=context, dtype=self.dtype, device=self.device
         )
         self._all_columns = torch.arange(context, device=self.device)
+        self._lean = LeanForward.of(model, context)
+        if self._lean is not None and self._decode_error() > TOLERANCE[self.dtype]:
+            self._lean = None  # a member of the family with something of its own: transformers' forward pass serves it
         self._check_cached_forward()
 
     @torch.inference_mode()
@@ -109,6 +113,9 @@ class ModelRunner:
         return self._forward(self._to_device(tokens).long()[:, None], positions_N[:, None], mask)[:, -1].float()
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """[N, 1 or Q, V], the last row being each sequence's next token."""
+        if self._lean is not None:
+            return self._lean(ids, positions, mask, self.cache)
         return self.model(
             input_ids=ids,
             position_ids=positions,
@@ -124,19 +131,23 @@ class ModelRunner:
     def _check_cached_forward(self) -> None:
         """Raise UserError if decoding through the cache disagrees with the model's own forward pass: then its architecture keeps
         state that this engine does not know of."""
-        length = min(12, self.context - 1)
-        ids = (np.arange(length + 1, dtype=np.int32) * 7 + 3) % min(self.vocab_size, 1000)
-        self.prefill([0], [ids[:length]])
-        ours_V = self.next_logits(ids[length:], np.asarray([length]))[0]
-        with torch.inference_mode():
-            theirs_V = self.model(input_ids=self._to_device(ids).long()[None], use_cache=False).logits[0, -1].float()
-        error = float((ours_V.log_softmax(-1) - theirs_V.log_softmax(-1)).abs().max())
+        error = self._decode_error()
         if not error <= TOLERANCE[self.dtype]:
             name = type(self.model).__name__
             raise UserError(
                 f"the embedded engine cannot serve {name}: its decoding differs from the model's own forward pass by {error:.2g} "
                 "in log-probability: use inference.engine: sglang"
             )
+
+    def _decode_error(self) -> float:
+        """The largest difference in log-probability between a step through the cache and one plain forward pass."""
+        length = min(12, self.context - 1)
+        ids = (np.arange(length + 1, dtype=np.int32) * 7 + 3) % min(self.vocab_size, 1000)
+        self.prefill([0], [ids[:length]])
+        ours_V = self.next_logits(ids[length:], np.asarray([length]))[0]
+        with torch.inference_mode():
+            theirs_V = self.model(input_ids=self._to_device(ids).long()[None], use_cache=False).logits[0, -1].float()
+        return float((ours_V.log_softmax(-1) - theirs_V.log_softmax(-1)).abs().max())
 
     def live(self) -> dict[str, torch.Tensor]:
         """Parameters by name; a tied one once, under its first name. Callable from any thread."""
