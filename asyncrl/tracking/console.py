@@ -32,7 +32,8 @@ class ConsoleProgress:
         self._state = ""
         self._latest: dict[str, float] = {}
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
-        self._printed = -PLAIN_SECONDS
+        self._printed = self._began - PLAIN_SECONDS
+        self._said = ""
         self._closed = False
         self._live = _live_line(stream, steps) if stream.isatty() else None
 
@@ -45,8 +46,9 @@ class ConsoleProgress:
 
     def state(self, text: str) -> None:
         """What the run as a whole does ("starting", "2/7 services up", "running", …)."""
-        self._state = text
-        self._show(force=True)
+        if text != self._state:
+            self._state = text
+            self._show(force=not text[:1].isdigit())  # counts ("2/7 services up") only where they overwrite each other
 
     async def close(self) -> None:
         if self._closed:
@@ -79,9 +81,11 @@ class ConsoleProgress:
             task = self._live.tasks[0].id
             self._live.update(task, completed=self._step, figures=self.line() if self._step else self._state)
         elif force or self._now() - self._printed >= PLAIN_SECONDS:
-            self._printed = self._now()
-            self._stream.write(f"step {self._step}/{self._steps}: {self.line()}\n" if self._step else f"{self._state}\n")
-            self._stream.flush()
+            text = f"step {self._step}/{self._steps}: {self.line()}" if self._step else self._state
+            if text != self._said:
+                self._printed, self._said = self._now(), text
+                self._stream.write(f"{text}\n")
+                self._stream.flush()
 
 
 def _live_line(stream: TextIO, steps: int) -> Progress:

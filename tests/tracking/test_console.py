@@ -40,6 +40,16 @@ def test_without_a_terminal_there_is_a_plain_line_every_few_seconds():
     assert "left" in lines[-1]
 
 
+def test_start_up_is_said_once_and_counts_now_and_then():
+    stream = io.StringIO()
+    console, now = progress(stream)
+    for text in ("starting", "1/3 services up", "2/3 services up", "3/3 services up", "running", "running"):
+        console.state(text)
+        now.seconds += 2
+    console.log("rollouter", 0, {"rollouter/tokens_per_second": 1.0})
+    assert stream.getvalue().splitlines() == ["starting", "3/3 services up", "running"]
+
+
 def test_the_last_step_is_always_shown():
     stream = io.StringIO()
     console, _ = progress(stream, steps=3)

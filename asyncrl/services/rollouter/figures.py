@@ -79,10 +79,13 @@ class Figures:
         """The rollouter's part of summary.json, evaluation aside."""
         self._settle_idle()
         return {
-            "trajectories": {"generated": self.generated, "failed": self.failed},
+            "trajectories": {
+                "generated": self.generated
+            },  # those that failed, in generation or scoring, are the front's to count
             "tokens": {"generated": self.tokens},
             "idle": {"rollouter": round(self.idle_share(), 4)},
             "rollout": {
+                "failed": self.failed,
                 "finish_reasons": dict(self.finish_reasons),
                 "versions_in_one_response_max": self.most_versions,
                 "idle_seconds": {reason: round(seconds, 3) for reason, seconds in self._idle.items()},
