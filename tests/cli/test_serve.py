@@ -14,7 +14,7 @@ from tests.cli.harness import asyncrl
         (["builtin/arithmetik"], "builtin/arithmetic"),
         (["builtin/arithmetic", "--dtype", "float16"], "float32 or bfloat16"),
         (["builtin/arithmetic", "--context-tokens", "100000"], "lower it"),
-        (["builtin/arithmetic", "--port", "70000"], "70000"),
+        (["builtin/arithmetic", "--port", "70000"], "--port"),
     ],
 )
 def test_a_wrong_model_or_option_is_the_users_mistake(arguments: list[str], words: str) -> None:
