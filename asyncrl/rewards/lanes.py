@@ -10,7 +10,7 @@ What both promise: every call comes to an outcome within a bounded time, whateve
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,15 +89,17 @@ class SerialLane:
 
 
 class _Lost(Exception):
-    """The child is gone. blamed: the call whose code was running when it was killed for a blocked loop."""
+    """The child is gone: it ended by itself for a `reason`, or was killed for a blocked loop while the code of the call `blamed`
+    was running (None: unknown)."""
 
-    def __init__(self, reason: str | None, blamed: int | None):
+    def __init__(self, *, reason: str | None = None, blamed: int | None = None):
         self.reason, self.blamed = reason, blamed
 
 
 class ConcurrentLane:
     """Async functions: up to `concurrency` calls open in one child. The child answers by the limit itself; if it does not, its
-    loop is blocked, and the mark in shared memory says by whom. Without a mark, those past their limit are blamed."""
+    loop is blocked, and the mark in shared memory says by whom. The blamed call is a timeout if it has had its time; without a
+    mark, every call that has had its time is. All others are made again."""
 
     def __init__(self, nursery: Nursery, limit_seconds: float, concurrency: int, counts: LaneCounts):
         self._nursery, self._limit, self._counts = nursery, limit_seconds, counts
@@ -106,7 +108,7 @@ class ConcurrentLane:
         self._child: Child | None = None
         self._reader: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[CallOutcome]] = {}
-        self._next_id = 0
+        self._ids = itertools.count()
 
     async def run(self, calls: Sequence[Call]) -> list[CallOutcome]:
         """The outcomes, in order."""
@@ -121,22 +123,18 @@ class ConcurrentLane:
         deaths = 0
         async with self._open:
             while True:
-                began = asyncio.get_running_loop().time()
+                child, call_id, began = await self._living(), next(self._ids), asyncio.get_running_loop().time()
                 try:
-                    return await self._attempt(call)
+                    return await self._attempt(child, call_id, call)
                 except _Lost as lost:
-                    if lost.reason is None:
-                        late = asyncio.get_running_loop().time() - began >= self._limit
-                        if lost.blamed == -1 and late:
-                            return timed_out(self._limit)
-                        continue
-                    deaths += 1
+                    deaths += lost.reason is not None
                     if deaths > DEATHS_ALLOWED:
                         return failed(f"reward worker died ({lost.reason})")
+                    had_its_time = asyncio.get_running_loop().time() - began >= self._limit
+                    if lost.reason is None and lost.blamed in (call_id, None) and had_its_time:
+                        return timed_out(self._limit)
 
-    async def _attempt(self, call: Call) -> CallOutcome:
-        child = await self._living()
-        call_id, self._next_id = self._next_id, self._next_id + 1
+    async def _attempt(self, child: Child, call_id: int, call: Call) -> CallOutcome:
         answer: asyncio.Future[CallOutcome] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = answer
         child.send([[call_id, *call]])
@@ -146,13 +144,7 @@ class ConcurrentLane:
         except TimeoutError:
             blamed = child.marked_call()
             await self._kill_blocked(child, blamed)
-            if blamed in (call_id, None):
-                return timed_out(self._limit)
-            raise _Lost(None, blamed) from None
-        except _Lost as lost:
-            if lost.reason is None and lost.blamed == call_id:
-                return timed_out(self._limit)
-            raise
+            raise _Lost(blamed=blamed) from None
         finally:
             self._waiting.pop(call_id, None)
         self._counts.calls += 1
@@ -177,7 +169,7 @@ class ConcurrentLane:
             if self._child is child:  # nobody killed it
                 self._child = None
                 self._counts.died += 1
-                self._lose(_Lost(await self._nursery.discard(child), None))
+                self._lose(_Lost(reason=await self._nursery.discard(child)))
 
     async def _kill_blocked(self, child: Child, blamed: int | None) -> None:
         if self._child is not child:
@@ -185,12 +177,11 @@ class ConcurrentLane:
         self._child = None
         self._counts.killed += 1
         child.kill()
-        self._lose(_Lost(None, -1 if blamed is None else blamed))
+        self._lose(_Lost(blamed=blamed))
         await self._nursery.discard(child)
 
     def _lose(self, lost: _Lost) -> None:
-        for answer in list(self._waiting.values()):
+        """Every call that is open learns that its child is gone."""
+        for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(lost)
-                with contextlib.suppress(_Lost):
-                    answer.exception()

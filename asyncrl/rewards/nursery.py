@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.errors import UserError
+from asyncrl.errors import RunError, UserError
 from asyncrl.rewards.child import LENGTH, MARK, pack, unpack
 from asyncrl.rewards.function import FunctionSpec
 
@@ -103,6 +103,8 @@ class Nursery:
 
     async def take(self, role: Role) -> Child:
         """A child for this role: the one that is ready; the next is started meanwhile."""
+        if self._closed:
+            raise RunError("the reward functions are closed")
         assert self._spare is not None, "take before first"
         spare, self._spare = self._spare, None
         try:

@@ -70,6 +70,24 @@ async def test_an_async_function_that_blocks_the_loop_is_blamed_alone():
     assert results == [(1.0, None), (None, "f0: timeout after 0.3 s"), (1.0, None)]
 
 
+async def test_every_async_function_that_blocks_the_loop_is_ended_in_its_turn():
+    results = await scores("sleep", "wait:0.1", "hold", "sleep", functions=[ASYNC])
+    timeout = (None, "f0: timeout after 0.3 s")
+    assert results == [timeout, (1.0, None), timeout, timeout]
+
+
+async def test_a_call_that_came_late_is_not_blamed_before_its_time():
+    """One call waits, another comes later and blocks: the second has its own time, and the first is made again."""
+    executor = FunctionExecutor([FunctionSpec.of("a", ASYNC)], [1.0], limit_seconds=1.0, concurrency=8)
+    await executor.start()
+    first = asyncio.ensure_future(executor.run([{"response": "wait:0.9"}]))
+    await asyncio.sleep(0.6)
+    (blocked,) = await executor.run([{"response": "sleep"}])
+    assert blocked.failure == "a: timeout after 1 s"
+    assert [result.reward for result in await first] == [1.0]
+    await executor.close()
+
+
 async def test_sync_async_and_ready_made_functions_add_up():
     executor = FunctionExecutor(
         [
