@@ -53,7 +53,7 @@ class FsdpEngine:
 
     def __init__(self, config: Config, policy: PolicyModel, group: RankGroup, device: torch.device):
         self._config, self._group, self._device = config, group, device
-        full = dict(policy.named_parameters()) if group.rank == 0 else {}
+        full = dict(policy.named_parameters()) if group.rank == 0 and group.world_size > 1 else {}
         self._policy = _shard(policy, config, group, device)
         _spread(self._policy, full, group)
         self._parameters = list(self._policy.parameters())

@@ -44,6 +44,7 @@ class MicroBatchView:
     index: torch.Tensor
     width: int
     mask_bt: torch.Tensor
+    empty: bool
 
     def rows(self, values_BT: torch.Tensor) -> torch.Tensor:
         return values_BT[self.index, : self.width]
@@ -64,14 +65,14 @@ def view(work: StepWork, sequences: Sequence[int], device: torch.device) -> Micr
     if not sequences:
         token, nothing = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         inputs = MicroInputs(token, nothing, nothing, nothing)
-        return MicroBatchView(inputs, nothing, 1, torch.zeros(1, 1, dtype=torch.bool, device=device))
+        return MicroBatchView(inputs, nothing, 1, torch.zeros(1, 1, dtype=torch.bool, device=device), empty=True)
     index = torch.as_tensor(sequences)
     lengths_b = work.lengths_B[index.numpy()]
     width = int((lengths_b - work.arrays.prompt_lengths_B[index.numpy()]).max()) + 1
     mask_bt = work.mask_host_BT[index, :width]
     inputs = micro_inputs(work.arrays, sequences, mask_bt, lengths_b)
     on_device = MicroInputs(*(getattr(inputs, name).to(device) for name in MicroInputs.__dataclass_fields__))
-    return MicroBatchView(on_device, index.to(device), width, mask_bt.to(device))
+    return MicroBatchView(on_device, index.to(device), width, mask_bt.to(device), empty=False)
 
 
 def policy_log_probs(policy: PolicyModel, micro: MicroBatchView) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,7 +81,7 @@ def policy_log_probs(policy: PolicyModel, micro: MicroBatchView) -> tuple[torch.
     inputs = micro.inputs
     log_probs_N, entropy_N = policy(inputs.input_ids, inputs.rows_N, inputs.columns_N, inputs.targets_N)
     zeros_bt = torch.zeros(micro.mask_bt.shape, dtype=log_probs_N.dtype, device=log_probs_N.device)
-    if not bool(micro.mask_bt.any()):
+    if micro.empty:
         return zeros_bt, entropy_N[:0], 0 * log_probs_N.sum()
     return zeros_bt.masked_scatter(micro.mask_bt, log_probs_N), entropy_N, zeros_bt.sum()
 
