@@ -22,7 +22,17 @@ from asyncrl.data import open_eval_prompts, open_prompts
 from asyncrl.data.opening import Data
 from asyncrl.ledger.local import LocalLedgerClient
 from asyncrl.messages import GroupId
-from asyncrl.protocols import Dispatch, End, GenerateRequest, MemberRequest, PromptCursor, StepRecord, TrainBatch, TrainingEngine
+from asyncrl.protocols import (
+    Dispatch,
+    End,
+    FleetView,
+    GenerateRequest,
+    MemberRequest,
+    PromptCursor,
+    StepRecord,
+    TrainBatch,
+    TrainingEngine,
+)
 from asyncrl.services.message_queue.settling import ROLLOUTS, SCORED, connect, topics_of
 from asyncrl.services.reward import FrontParts, RewardFront
 from asyncrl.services.rollouter import Rollouter, RollouterParts
@@ -215,6 +225,8 @@ class _Run:
         )
         self._data, self._eval_data, self._agent = prompts, eval_prompts, agent
         self._committed_by: dict[str, int] = {}
+        self._in_traffic: list[str] = []
+        self._version = 0
         self.checks = 0
         self.ledger.check, self.ledger.check_dispatch = self._check_balance, self._check_admission
 
@@ -257,6 +269,7 @@ class _Run:
             fleet=self.sync.fleet(),
             scorer=_Scorer(self.front),
             tracker=self.tracker,
+            on_fleet=self._see_fleet,
         )
 
     def _front_parts(self, book: AddressBook) -> FrontParts:
@@ -275,10 +288,19 @@ class _Run:
             await asyncio.sleep(1.0)
 
     def _committed(self, server: str, version: int) -> None:
-        """The one fake engine stands for all servers: it has the version that the slowest of them has."""
         self._committed_by[server] = version
-        if len(self._committed_by) == len(self.world.servers):
-            self.engine.set_version(min(self._committed_by.values()))
+        self._set_version()
+
+    def _see_fleet(self, view: FleetView) -> None:
+        self._in_traffic = [server.name for server in view.servers if server.takes_traffic]
+        self._set_version()
+
+    def _set_version(self) -> None:
+        """The one fake engine stands for all servers: it has the version that the slowest of those in traffic has."""
+        versions = [self._committed_by[name] for name in self._in_traffic]
+        if versions and min(versions) != self._version:
+            self._version = min(versions)
+            self.engine.set_version(self._version)
 
     # Invariants
 

@@ -72,12 +72,12 @@ def assert_the_bound_held(tmp_path, bound):
 @pytest.mark.parametrize("on_stale", ["mask", "reissue", "wait"])
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
 def test_the_bound_is_reached_and_never_passed(tmp_path, on_stale, bound):
-    _, simulated = run(tmp_path, rollout={"max_staleness": bound, "on_stale": on_stale}, steps=200)
+    _, simulated = run(tmp_path, rollout={"max_staleness": bound, "on_stale": on_stale})
     staleness = simulated.summary["trainer/0"]["staleness"]
     assert min(bound, 1) <= staleness["max"] <= bound
     assert_the_bound_held(tmp_path, bound)
     assert_nothing_is_left(simulated)
-    assert simulated.ledger.attempts.finished_steps == 200
+    assert simulated.ledger.attempts.finished_steps == 150
     if on_stale == "wait":
         assert simulated.ledger.attempts.counts()["expired"] == 0
     trained = [group for line in lines(tmp_path) for group in line["groups"]]
