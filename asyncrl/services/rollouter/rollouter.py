@@ -29,7 +29,7 @@ import numpy as np
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
 from asyncrl.data import TableSource, check_longest_prompts, check_prompt
-from asyncrl.errors import DeadlineExceeded, RemoteError
+from asyncrl.errors import DeadlineExceeded, IllegalTransition
 from asyncrl.messages import GroupId, Trajectory
 from asyncrl.protocols import Dispatch, End, FleetView, LedgerEvents, Prompt
 from asyncrl.scheduling.admission import groups_that_fit, may_start, places_left_for_evaluation
@@ -230,16 +230,21 @@ class Rollouter:
     async def _abort_what_is_left(self) -> None:
         """At a normal end nothing is. After a stop the ledger keeps what is left as in flight."""
         left = self._groups.in_flight()
-        if rids := [rid for rid in self._parts.agent.active if not is_evaluation(rid)]:
-            await self._parts.engine.abort(rids)
+        rids = [rid for rid in self._parts.agent.active if not is_evaluation(rid)]
         for id in left:
             self._generation.cut_short(id)
+        if rids:
+            await self._parts.engine.abort(rids)
         if left and self._events.training_done:
             log.warning("%d groups were in flight when training ended, the first is %s", len(left), left[0])
-            try:
-                await self._parts.ledger.end([End(id, "failed", "training is over") for id in left])
-            except RemoteError as error:  # the Reward front ended one of them at the same moment
-                log.warning("they keep the state that the ledger has: %s", error)
+            for id in left:
+                await self._end_unless_ended(End(id, "failed", "training is over"))
+
+    async def _end_unless_ended(self, end: End) -> None:
+        try:
+            await self._parts.ledger.end([end])
+        except IllegalTransition as error:  # the Reward front ended it at the same moment
+            log.info("%s keeps the end that it has: %s", end.id, error)
 
     # Evaluation
 
