@@ -54,8 +54,8 @@ class Harness:
             assert self._go_on.acquire(timeout=WAIT_SECONDS)
 
     def at(self, one: Sequence, marks: Many[int]) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-        """Submit a streaming sequence; yield each time it has reached a mark, the loop held there. What is yielded makes a call that
-        posts something to the loop, and lets the loop go once it is posted."""
+        """Submit a streaming sequence; yield each time it has reached a mark, the loop held there. What is yielded makes a call
+        that posts something to the loop, and lets the loop go once it is posted."""
         self._marks.extend((one.rid, mark) for mark in marks)
         self.submit(one)
         for mark in marks:

@@ -41,6 +41,27 @@ def test_greedy_tokens_and_log_probs_are_transformers(tmp_path, architecture, ti
         np.testing.assert_allclose(update.log_probs, reference_log_probs(model, prompt, update.token_ids), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [("gemma2", {"query_pre_attn_scalar": 8, "sliding_window": 256}), ("gpt_neox", {}), ("mixtral", {"num_local_experts": 4})],
+)
+def test_other_architectures_go_through_transformers_own_forward_pass(tmp_path, architecture, overrides):
+    model = load(tiny_model(tmp_path, architecture=architecture, **overrides))
+    prompts = random_prompts(6, longest=30)
+    with Harness(model, max_slots=4) as engine:
+        updates = engine.run(*(sequence(prompt, seed=seed, max_new_tokens=20) for seed, prompt in enumerate(prompts)))
+    for prompt, update in zip(prompts, updates, strict=True):
+        np.testing.assert_allclose(update.log_probs, reference_log_probs(model, prompt, update.token_ids), atol=1e-4)
+
+
+def test_an_architecture_that_takes_no_masks_from_outside_is_refused_by_name(tmp_path):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="cannot serve BloomForCausalLM"):
+        ModelRunner(load(tmp_path), max_slots=2, context=64)
+
+
 def test_sampled_log_probs_are_those_of_the_temperature_scaled_full_distribution(engine, model):
     prompt = [4, 13, 5, 17]
     for settings in ({"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.8}, {"temperature": 1.0, "top_k": 3}):

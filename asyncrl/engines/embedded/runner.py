@@ -43,14 +43,16 @@ class ModelRunner:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        self.cache = SlotCache(
-            _layer_shapes(model, self._cache_name), max_slots=max_slots, context=context, dtype=self.dtype, device=self.device
-        )
         self._all_columns = torch.arange(context, device=self.device)
-        self._lean = LeanForward.of(model, context)
-        if self._lean is not None and self._decode_error() > TOLERANCE[self.dtype]:
-            self._lean = None  # a member of the family with something of its own: transformers' forward pass serves it
-        self._check_cached_forward()
+        self._lean: LeanForward | None = None
+        try:
+            shapes = _layer_shapes(model, self._cache_name)
+            self.cache = SlotCache(shapes, max_slots=max_slots, context=context, dtype=self.dtype, device=self.device)
+            self._choose_forward()
+        except UserError:
+            raise
+        except Exception as error:  # boundary: a foreign model's code, which may dislike our cache or masks in any way
+            raise self._cannot_serve(f"it does not take keys, values and masks from outside ({error})") from error
 
     @torch.inference_mode()
     def prefill(self, slots: Sequence[int], tokens: Sequence[npt.NDArray[np.int32]]) -> None:
@@ -128,16 +130,20 @@ class ModelRunner:
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _check_cached_forward(self) -> None:
-        """Raise UserError if decoding through the cache disagrees with the model's own forward pass: then its architecture keeps
-        state that this engine does not know of."""
+    def _choose_forward(self) -> None:
+        """The lean forward pass where it agrees with the model, else transformers'. Raises UserError if that disagrees too:
+        then the architecture keeps state that this engine does not know of."""
+        self._lean = LeanForward.of(self.model, self.context)
         error = self._decode_error()
+        if self._lean is not None and not error <= TOLERANCE[self.dtype]:
+            self._lean = None
+            error = self._decode_error()
         if not error <= TOLERANCE[self.dtype]:
-            name = type(self.model).__name__
-            raise UserError(
-                f"the embedded engine cannot serve {name}: its decoding differs from the model's own forward pass by {error:.2g} "
-                "in log-probability: use inference.engine: sglang"
-            )
+            raise self._cannot_serve(f"its decoding differs from its own forward pass by {error:.2g} in log-probability")
+
+    def _cannot_serve(self, reason: str) -> UserError:
+        name = type(self.model).__name__
+        return UserError(f"the embedded engine cannot serve {name}: {reason}: use another model, or inference.engine: sglang")
 
     def _decode_error(self) -> float:
         """The largest difference in log-probability between a step through the cache and one plain forward pass."""

@@ -1,0 +1,54 @@
+"""The tokenizer as services see it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from asyncrl.engines.builtin.characters import character_tokenizer
+from asyncrl.engines.tokenizer import HfTokenizer
+from asyncrl.errors import UserError
+from tests.models import tiny_model
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_text_is_encoded_as_it_stands_and_decoded_back(folder):
+    tokenizer = HfTokenizer(folder)
+    ids = tokenizer.encode_prompt("1+2+3=")
+    assert len(ids) == 6
+    assert tokenizer.decode(ids) == "1+2+3="
+    assert tokenizer.decode([*ids, 1]) == "1+2+3="
+
+
+def test_messages_go_through_the_chat_template_with_the_generation_prompt(tmp_path):
+    own = character_tokenizer()
+    own.chat_template = TEMPLATE
+    own.save_pretrained(tmp_path)
+    tokenizer = HfTokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_prompt([{"role": "user", "content": "hi"}])) == "user:hi\nassistant:"
+
+
+def test_messages_without_a_chat_template_are_refused(folder):
+    with pytest.raises(UserError, match="no chat template"):
+        HfTokenizer(folder).encode_prompt([{"role": "user", "content": "hi"}])
+
+
+def test_every_end_token_counts_those_of_the_generation_configuration_too(tmp_path):
+    folder = tiny_model(tmp_path)
+    assert HfTokenizer(folder).eos_token_ids == (1,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7, 9]}))
+    assert HfTokenizer(folder).eos_token_ids == (1, 7, 9)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"model\.tokenizer"):
+        HfTokenizer(tmp_path)
