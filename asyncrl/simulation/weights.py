@@ -55,7 +55,7 @@ class SimulatedSync:
         return SimulatedFleet(self.service)
 
     def hold(self, server: str) -> None:
-        """Keep this server's confirmations back."""
+        """Keep this server's commits back, as a long decode step would."""
         self.receivers[server].gate.clear()
 
     def let_go(self, server: str) -> None:
@@ -94,7 +94,7 @@ class SimulatedReceiver:
             raise DeadlineExceeded(f"{self.name} did not answer within {timeout:g} s")
         return {"session": str(self._session), "committed": None if self.live is None else str(self.live)}
 
-    async def update(self, order: Order, on_refused: Callable[[int], None]) -> Outcome:
+    async def update(self, order: Order, on_refused: Callable[[int], None], on_transferred: Callable[[], None]) -> Outcome:
         if order.version.incarnation < self._incarnation:
             raise StaleIncarnation(f"incarnation {order.version.incarnation} is over")
         self._incarnation = order.version.incarnation
@@ -106,6 +106,7 @@ class SimulatedReceiver:
         try:
             async with asyncio.timeout(order.timeout_seconds):
                 await asyncio.sleep(outcome.transfer_seconds)
+                on_transferred()
                 await self.gate.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"{order.version} did not reach {self.name} within {order.timeout_seconds:g} s") from None

@@ -86,8 +86,14 @@ class ReceiverChannel:
         """Tell the receiver to give `version` up; nobody waits for the answer."""
         self._send("CANCEL", version)
 
-    async def update(self, order: Order, on_refused: Callable[[int], None] = lambda count: None) -> Outcome:
-        """Transfer, commit, verify. `on_refused` hears of slices that arrived wrong, before they are sent again.
+    async def update(
+        self,
+        order: Order,
+        on_refused: Callable[[int], None] = lambda count: None,
+        on_transferred: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Transfer, commit, verify. `on_refused` hears of slices that arrived wrong, before they are sent again;
+        `on_transferred` when the slots are not needed any more.
 
         Raises DeadlineExceeded past a move's deadline, DigestMismatch when slices keep arriving wrong or the live digest
         differs, StaleIncarnation, PlanMismatch, SyncError; in all these the version is not confirmed.
@@ -103,6 +109,7 @@ class ReceiverChannel:
                 f"{order.timeout_seconds:g} s: raise sync.timeout_seconds or sync.max_megabytes_per_second"
             ) from None
         outcome.transfer_seconds = time.monotonic() - began
+        on_transferred()
         commit = self._send("COMMIT", order.version, kv_policy=order.kv_policy)
         digest = self._send("DIGEST", order.version) if order.verify else None
         report = _checked(await self._wait(commit, order.timeout_seconds))

@@ -101,6 +101,19 @@ def test_servers_read_from_one_slot_at_a_time_so_the_trainer_always_has_the_othe
     assert begin(fleet, B).version.version == 1
 
 
+def test_a_server_that_holds_every_slice_holds_no_slot_while_it_waits_to_commit():
+    fleet = a_fleet(A, B)
+    publish(fleet, 0)
+    slow, fast = begin(fleet, A), begin(fleet, B)
+    fleet.confirm(fast, 0.0)
+    fleet.transferred(slow)
+    publish(fleet, 1)
+    assert begin(fleet, B).version.version == 1
+    assert fleet.next_transfer(A, 0.0) is None
+    fleet.confirm(slow, 0.0)
+    assert begin(fleet, A).version.version == 1
+
+
 def test_a_server_past_its_deadline_is_stale_its_slot_free_and_it_is_tried_again_from_the_newest():
     fleet = a_fleet(A, B)
     publish(fleet, 0)
@@ -173,6 +186,24 @@ def test_what_the_fleet_confirmed_does_not_fall_when_a_stale_server_returns():
     assert (fleet.state_of(A), fleet.state_of(B), fleet.confirmed) == ("UPDATING", "UPDATING", 1)
 
 
+def test_a_stale_server_that_confirms_less_than_the_fleet_has_stays_out():
+    fleet = a_fleet(A, B)
+    publish(fleet, 0)
+    bring(fleet, A)
+    bring(fleet, B)
+    fleet.heard(B, "second", 0.0)
+    publish(fleet, 1)
+    late = begin(fleet, B)
+    fleet.transferred(late)
+    bring(fleet, A)
+    publish(fleet, 2)
+    bring(fleet, A)
+    fleet.confirm(late, 0.0)
+    assert (fleet.state_of(B), fleet.confirmed) == ("STALE", 2)
+    bring(fleet, B)
+    assert (fleet.state_of(B), fleet.confirmed) == ("READY", 2)
+
+
 def test_a_silent_server_is_dead_and_stale_when_it_is_heard_again():
     fleet = a_fleet()
     publish(fleet, 0)
@@ -240,10 +271,14 @@ class FleetMachine(RuleBasedStateMachine):
         self.contents: dict[int, tuple[int, int]] = {}
         self.open: list[Transfer] = []
         self.pending: list[tuple[int, int, int]] = []
+        self.done_reading: set[int] = set()
+
+    def reading(self) -> list[Transfer]:
+        return [t for t in self.open if self.fleet.is_current(t) and t.number not in self.done_reading]
 
     @rule()
     def acquire(self) -> None:
-        read = {t.slot for t in self.open if self.fleet.is_current(t)}
+        read = {t.slot for t in self.reading()}
         slot = self.fleet.acquire(self.fleet.incarnation, self.version)
         assert slot not in read
         self.contents[slot] = (self.fleet.incarnation, self.version)
@@ -265,6 +300,15 @@ class FleetMachine(RuleBasedStateMachine):
             self.open.append(transfer)
 
     @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def receive_all(self, data) -> None:
+        transfer = data.draw(st.sampled_from(self.open))
+        current = transfer in self.reading()
+        assert not current or self.contents[transfer.slot] == tuple(transfer.version)
+        self.fleet.transferred(transfer)
+        self.done_reading.add(transfer.number)
+
+    @precondition(lambda self: self.open)
     @rule(data=st.data(), how=st.sampled_from(["confirm", "fail", "refuse"]))
     def end(self, data, how: str) -> None:
         transfer = data.draw(st.sampled_from(self.open))
@@ -277,7 +321,7 @@ class FleetMachine(RuleBasedStateMachine):
         if how == "fail":
             self.fleet.fail(transfer, "it failed", self.now)
             return
-        assert not current or self.contents[transfer.slot] == tuple(transfer.version)
+        assert transfer.number in self.done_reading or not current or self.contents[transfer.slot] == tuple(transfer.version)
         assert self.fleet.confirm(transfer, self.now) is current
         if current:
             self.holds[transfer.server] = transfer.version
@@ -313,7 +357,7 @@ class FleetMachine(RuleBasedStateMachine):
                 assert held.version >= view.confirmed
             if server.state == "READY":
                 assert server.version == view.published
-        assert len({t.slot for t in self.open if self.fleet.is_current(t)}) <= 1
+        assert len({t.slot for t in self.reading()}) <= 1
 
 
 FleetMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -126,7 +126,7 @@ async def test_a_move_past_its_deadline_raises(channel, target, staged):
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 async def test_a_newer_version_ends_the_reading_of_an_older_one(channel, target, staged, carrier):
-    slow = asyncio.create_task(channel.update(staged.order(V1, carrier=carrier, bytes_per_second=500.0)))
+    slow = asyncio.create_task(channel.update(staged.order(V1, carrier=carrier, bytes_per_second=2000.0)))
     await until_begun(channel)
     await channel.update(staged.order(V2, carrier=carrier))
     with pytest.raises(SyncError, match=r"superseded|not_begun"):

@@ -8,8 +8,8 @@
     silent for too long ──▶ DEAD ── heard again ──▶ STALE
 
 Rules kept here:
-- A slot that a server reads is never given to the trainer, and servers read from one slot at a time: so one slot is always
-  free, and the trainer never waits for a server. Versions that are written over unread are skipped.
+- A slot that a server reads (until it holds every slice, checked) is never given to the trainer, and servers read from one slot
+  at a time: so one slot is always free, and the trainer never waits for a server. What is written over unread is skipped.
 - The newest complete version goes out; a transfer under way is finished first, so that a slow server is not starved.
 - What the fleet confirmed (the smallest version among servers that take traffic) never falls within an incarnation while a
   server takes traffic: who was STALE returns only with at least that version.
@@ -48,6 +48,7 @@ class _Server:
     dead: bool = False
     missed: int = 0
     transfer: Transfer | None = None
+    reading: bool = False
     retry_at: float = 0.0
     reason: str = ""
 
@@ -161,7 +162,7 @@ class FleetState:
         return True
 
     def next_transfer(self, name: str, now: float) -> Transfer | None:
-        """What this server should read now, if anything; from here until `confirm` or `fail` it holds the slot."""
+        """What this server should read now, if anything; it holds the slot until `transferred`, `confirm` or `fail`."""
         server = self._servers[name]
         if server.dead or server.transfer is not None or now < server.retry_at:
             return None
@@ -172,15 +173,20 @@ class FleetState:
         if self._slots_read() - {slot}:
             return None
         self._numbers += 1
-        server.transfer = Transfer(name, PolicyVersion(self.incarnation, newest), slot, self._numbers)
+        server.transfer, server.reading = Transfer(name, PolicyVersion(self.incarnation, newest), slot, self._numbers), True
         return server.transfer
+
+    def transferred(self, transfer: Transfer) -> None:
+        """The server holds every slice, checked: the slot is free, whatever its commit takes."""
+        if self.is_current(transfer):
+            self._servers[transfer.server].reading = False
 
     def retry_at(self, name: str) -> float:
         """When a server that failed may be tried again."""
         return self._servers[name].retry_at
 
     def is_current(self, transfer: Transfer) -> bool:
-        """Whether this transfer still holds its slot; one that does not must change nothing."""
+        """Whether this transfer is still wanted; one that is not must change nothing."""
         server = self._servers.get(transfer.server)
         return server is not None and server.transfer == transfer
 
@@ -256,4 +262,4 @@ class FleetState:
         return max((slot.complete for slot in self._slots if slot.complete is not None), default=None)
 
     def _slots_read(self) -> set[int]:
-        return {server.transfer.slot for server in self._servers.values() if server.transfer is not None}
+        return {server.transfer.slot for server in self._servers.values() if server.transfer is not None and server.reading}

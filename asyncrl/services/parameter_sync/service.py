@@ -43,7 +43,7 @@ class Channel(Protocol):
 
     async def status(self, timeout: float) -> dict[str, Any]: ...
 
-    async def update(self, order: Order, on_refused: Callable[[int], None]) -> Outcome: ...
+    async def update(self, order: Order, on_refused: Callable[[int], None], on_transferred: Callable[[], None]) -> Outcome: ...
 
     def cancel(self, version: PolicyVersion) -> None: ...
 
@@ -237,9 +237,12 @@ class ParameterSyncService:
     async def _update(self, transfer: Transfer, line: _Line) -> None:
         """One try to bring one version to one server; whatever happens, the slot is released."""
         self._notify()
-        line.update = asyncio.create_task(
-            line.channel.update(self._order(transfer, line), lambda count: self._on_refused(transfer, count))
+        work = line.channel.update(
+            self._order(transfer, line),
+            lambda count: self._on_refused(transfer, count),
+            lambda: self._on_transferred(transfer),
         )
+        line.update = asyncio.create_task(work)
         try:
             outcome = await asyncio.shield(line.update)
         except (AsyncrlError, OSError) as error:
@@ -280,6 +283,10 @@ class ParameterSyncService:
         self._stats.refused_slices += count
         self._fleet.refused(transfer)
         log.error("%s: %d slices of %s arrived wrong; sent again", transfer.server, count, transfer.version)
+        self._notify()
+
+    def _on_transferred(self, transfer: Transfer) -> None:
+        self._fleet.transferred(transfer)
         self._notify()
 
     def _on_failed(self, transfer: Transfer, line: _Line, error: Exception) -> None:
