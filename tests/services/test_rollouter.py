@@ -298,24 +298,6 @@ async def test_what_is_left_when_training_ends_has_an_end_in_the_ledger():
 
 
 @in_virtual_time
-async def test_an_end_that_another_gives_at_the_same_moment_stands():
-    async with Bench(make_config(), engine={"token_seconds": 1000.0}) as bench:
-        bench.fleet.show(0)
-        await bench.settle()
-        end = bench.ledger.end
-
-        async def end_after_another(ends):
-            if ends[0].id == GroupId(0, 4, 0):
-                await end([End(GroupId(0, 4, 0), "failed", "too few scored")])
-            await end(ends)
-
-        bench.ledger.end = end_after_another
-        await bench.ledger.finish_training(0)
-        await bench.running
-        assert bench.ledger.attempts.reasons == {"failed: training is over": 11, "failed: too few scored": 1}
-
-
-@in_virtual_time
 async def test_a_stop_ends_the_run_and_leaves_what_is_in_flight_as_it_is():
     async with Bench(make_config(), eval_rows=["held out"], engine={"token_seconds": 1.0}) as bench:
         bench.fleet.show(0)

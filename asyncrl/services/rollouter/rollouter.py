@@ -29,9 +29,9 @@ import numpy as np
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
 from asyncrl.data import TableSource, check_longest_prompts, check_prompt
-from asyncrl.errors import DeadlineExceeded, IllegalTransition
+from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import GroupId, Trajectory
-from asyncrl.protocols import Dispatch, End, FleetView, LedgerEvents, Prompt
+from asyncrl.protocols import Dispatch, FleetView, LedgerEvents, Prompt
 from asyncrl.scheduling.admission import groups_that_fit, may_start, places_left_for_evaluation
 from asyncrl.services.rollouter.evaluation import Evaluator, is_evaluation
 from asyncrl.services.rollouter.figures import Figures
@@ -228,23 +228,13 @@ class Rollouter:
         return "last steps" if self._groups.live >= wanted else "staleness bound"
 
     async def _abort_what_is_left(self) -> None:
-        """At a normal end nothing is. After a stop the ledger keeps what is left as in flight."""
-        left = self._groups.in_flight()
+        """At a normal end nothing is. The ledger ends what is live when training does, and keeps it as in flight after a stop."""
         rids = [rid for rid in self._parts.agent.active if not is_evaluation(rid)]
-        for id in left:
+        for id in self._groups.in_flight():
             self._generation.cut_short(id)
         if rids:
+            log.warning("%d responses were being generated at the end: aborted", len(rids))
             await self._parts.engine.abort(rids)
-        if left and self._events.training_done:
-            log.warning("%d groups were in flight when training ended, the first is %s", len(left), left[0])
-            for id in left:
-                await self._end_unless_ended(End(id, "failed", "training is over"))
-
-    async def _end_unless_ended(self, end: End) -> None:
-        try:
-            await self._parts.ledger.end([end])
-        except IllegalTransition as error:  # the Reward front ended it at the same moment
-            log.info("%s keeps the end that it has: %s", end.id, error)
 
     # Evaluation
 
