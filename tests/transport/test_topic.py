@@ -58,15 +58,15 @@ class TopicMachine(RuleBasedStateMachine):
     seats = st.sampled_from([0, 1])
 
     @precondition(lambda self: not self.topic.ended)
-    @rule(name=names, sizes=st.lists(st.integers(1, BYTES), min_size=1, max_size=5), group=st.integers(0, 5))
-    def announce(self, name, sizes, group):
+    @rule(name=names, sizes=st.lists(st.integers(1, 12) | st.integers(1, BYTES), min_size=1, max_size=5))
+    def announce(self, name, sizes):
         producer = self.producers[name]
         if name in self.closed:
             return
         for size in sizes:
             self.made += 1
             payload = self.made.to_bytes(4, "big").rjust(size, b"\0")[-size:]
-            producer.messages.append(Incoming(f"m{self.made}", f"g{group}", payload))
+            producer.messages.append(Incoming(f"m{self.made}", f"g{self.made // 3}", payload))
         first = producer.announced
         self.topic.announce(producer.session, first, [len(m.payload) for m in producer.messages[first:]], self.now)
         producer.announced = len(producer.messages)
@@ -91,6 +91,13 @@ class TopicMachine(RuleBasedStateMachine):
         assert after.handled == progress.granted, "what was granted and written is handled, and nothing else"
         assert len(self.accepted) - before + result.duplicates == after.handled - progress.handled
 
+    @precondition(lambda self: not self.topic.ended)
+    @rule(name=names, small=st.integers(1, 8), behind=st.integers(0, 3))
+    def send_and_send_again(self, name, small, behind):
+        self.announce(name, [small] * small)
+        self.topic.grant(self.now)
+        self.write(name, behind, ahead=1)
+
     @rule(seat=seats, max_items=st.integers(1, 5), max_bytes=st.integers(1, 2 * BYTES))
     def take(self, seat, max_items, max_bytes):
         session = self.consumers[seat]
@@ -113,11 +120,13 @@ class TopicMachine(RuleBasedStateMachine):
             assert self.topic.settle(ids) == len(ids)
             self.forget(set(ids))
 
-    @rule(group=st.integers(0, 5))
-    def end_group(self, group):
-        ids = {stored.message_id for stored in self.topic.unsettled() if stored.group_id == f"g{group}"}
-        assert self.topic.settle_group(f"g{group}") == len(ids)
-        self.ended.add(f"g{group}")
+    @precondition(lambda self: self.made > 0)
+    @rule(data=st.data())
+    def end_group(self, data):
+        group = f"g{data.draw(st.integers(0, self.made // 3))}"
+        ids = {stored.message_id for stored in self.topic.unsettled() if stored.group_id == group}
+        assert self.topic.settle_group(group) == len(ids)
+        self.ended.add(group)
         self.forget(ids)
 
     def forget(self, ids: set[str]) -> None:
@@ -158,6 +167,7 @@ class TopicMachine(RuleBasedStateMachine):
             assert progress.announced == progress.granted == progress.handled
             self.producers[name].announced = progress.handled
 
+    @precondition(lambda self: self.made > 30)
     @rule(name=names)
     def close(self, name):
         if name not in self.closed:
@@ -298,6 +308,18 @@ def test_a_producer_that_died_never_reads_as_the_end_of_the_data():
     assert topic.ended
     with pytest.raises(StreamClosed):
         topic.open_sender(b"b3", "bob", 1001.0)
+
+
+def test_a_producer_that_closed_may_come_back_while_the_topic_lives_and_must_close_again():
+    topic = topic_of()
+    topic.open_sender(b"a", "ann", 0.0)
+    topic.open_sender(b"b", "bob", 0.0)
+    topic.close_sender(b"a", 0.0)
+    topic.open_sender(b"a2", "ann", 0.0)
+    topic.close_sender(b"b", 0.0)
+    assert not topic.ended
+    topic.close_sender(b"a2", 0.0)
+    assert topic.ended
 
 
 def test_a_sender_that_was_taken_over_is_told_so_and_its_credits_are_free_again():
