@@ -97,6 +97,16 @@ async def test_a_follower_does_what_the_leader_does():
     assert [len(engine.batches) for engine in pair.engines] == [1, 1]
 
 
+async def test_ranks_out_of_step_are_told_nothing_more():
+    pair = Pair()
+    leader = Ranks(pair.engines[0], pair.publishers[0], asyncio.to_thread)
+    pair.engines[0].outcome = lambda batch: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        await leader.train(batch(1))
+    await leader.dismiss("rank 0 failed")
+    assert pair.wire.qsize() == 1, "the train command alone"
+
+
 async def test_a_follower_raises_when_rank_zero_is_gone():
     pair = Pair()
     pair.wire.put(b"dead")

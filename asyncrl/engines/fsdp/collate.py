@@ -49,6 +49,9 @@ class MicroInputs:
 
 def collate_step(groups: Sequence[ScoredGroup], version: int) -> StepArrays:
     """Lay the groups out; `version` is the trainer's when the step began."""
+    assert all(len(group.prompt_tokens) for group in groups), (
+        "the first response token is predicted from the prompt: it has a token"
+    )
     sizes = np.array([len(group.lengths) for group in groups], dtype=np.int64)
     lengths_B = _joined([group.lengths for group in groups])
     prompt_lengths_B = np.repeat(np.array([len(group.prompt_tokens) for group in groups], dtype=np.int64), sizes)

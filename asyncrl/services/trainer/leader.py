@@ -118,6 +118,7 @@ class Leader:
         self._records.metrics(step, version, metrics)
         await self._record_step(step, version, trains, filtered, failed)
         self._parts.tracker.log("trainer", step, {"step": float(step), "version": float(version), **metrics})
+        log.info("step %d: %d of %d groups trained at version %d", step, len(trained), len(taken.groups), version)
         self._tally.add(tokens, metrics.get("reward/mean"), failed=failed)
         self._check_bad_steps(failed)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from asyncrl.errors import TransportError
 from asyncrl.protocols import StepOutcome, TrainBatch, TrainingEngine, WeightPublisher
@@ -13,17 +15,21 @@ log = logging.getLogger(__name__)
 
 
 class Ranks:
-    """Rank 0's hand on the engine and the publisher of every rank. Calls are made one after the other."""
+    """Rank 0's hand on the engine and the publisher of every rank. Calls are made one after the other.
+
+    Once a call on the engine has raised, the ranks are out of step: nothing more is said to them, and each ends by its own error.
+    """
 
     def __init__(self, engine: TrainingEngine, publisher: WeightPublisher, run_blocking: RunBlocking):
         self._engine, self._publisher, self._run_blocking = engine, publisher, run_blocking
+        self._in_step = True
 
     async def tick(self) -> None:
         await self._tell(Tick())
 
     async def train(self, batch: TrainBatch) -> StepOutcome:
         await self._tell(Train(batch))
-        outcome: StepOutcome = await self._run_blocking(self._engine.train, batch)
+        outcome: StepOutcome = await self._together(self._engine.train, batch)
         return outcome
 
     async def publish(self, version: int) -> None:
@@ -33,7 +39,9 @@ class Ranks:
         await self._run_blocking(self._publisher.stage, version, slot)
 
     async def dismiss(self, reason: str) -> None:
-        """The followers' end. A group that is broken already has ended by itself."""
+        """The followers' end, where they can still be told."""
+        if not self._in_step:
+            return
         try:
             await self._tell(Stop(reason))
         except TransportError as error:
@@ -41,7 +49,14 @@ class Ranks:
 
     async def _tell(self, command: Command) -> None:
         if self._engine.world_size > 1:
-            await self._run_blocking(self._engine.broadcast, encode_command(command))
+            await self._together(self._engine.broadcast, encode_command(command))
+
+    async def _together(self, function: Callable[..., Any], /, *args: Any) -> Any:
+        """A call in which every rank takes part."""
+        self._in_step = False
+        result = await self._run_blocking(function, *args)
+        self._in_step = True
+        return result
 
 
 async def follow(engine: TrainingEngine, publisher: WeightPublisher, run_blocking: RunBlocking) -> None:
