@@ -16,7 +16,7 @@ from asyncrl.clock import Clock
 from asyncrl.errors import DeadlineExceeded, StaleIncarnation
 from asyncrl.protocols.weights import FleetView, PolicyVersion
 from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
-from asyncrl.weight_sync.channel import Order, Outcome
+from asyncrl.weight_sync.channel import Order, Outcome, Progress
 from asyncrl.weight_sync.plan import Shard, TensorSpec, plan_rank
 
 Lag = Callable[[str, int], float]
@@ -94,23 +94,25 @@ class SimulatedReceiver:
             raise DeadlineExceeded(f"{self.name} did not answer within {timeout:g} s")
         return {"session": str(self._session), "committed": None if self.live is None else str(self.live)}
 
-    async def update(self, order: Order, on_refused: Callable[[int], None], on_transferred: Callable[[], None]) -> Outcome:
+    async def update(self, order: Order, progress: Progress) -> Outcome:
         if order.version.incarnation < self._incarnation:
             raise StaleIncarnation(f"incarnation {order.version.incarnation} is over")
         self._incarnation = order.version.incarnation
         outcome = Outcome(num_bytes=order.plan.num_bytes, verified=True if order.verify else None)
         if self.corrupt_next:
             outcome.refused, self.corrupt_next = self.corrupt_next, 0
-            on_refused(outcome.refused)
+            progress.refused(outcome.refused)
         outcome.transfer_seconds = self._sync.lag(self.name, order.version.version)
         try:
             async with asyncio.timeout(order.timeout_seconds):
                 await asyncio.sleep(outcome.transfer_seconds)
-                on_transferred()
+                progress.transferred()
                 await self.gate.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"{order.version} did not reach {self.name} within {order.timeout_seconds:g} s") from None
         self.live = order.version
+        if not order.verify:
+            progress.unverified()
         self._sync.on_commit(self.name, order.version.version)
         return outcome
 

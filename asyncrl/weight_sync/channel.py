@@ -30,10 +30,6 @@ RESENDS = 3
 _MAX_REPLY_BYTES = 64 * 1024 * 1024
 
 
-class LiveDigestMismatch(DigestMismatch):
-    """Weights are live in a server that are not the ones published."""
-
-
 @dataclass(frozen=True)
 class Order:
     """One version for one server. `slots` are the names of the ranks' staging slots, `checksums` those of the publisher, taken
@@ -64,6 +60,19 @@ class Outcome:
     verified: bool | None = None
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Who hears of an update on its way. refused: so many slices arrived wrong and are sent again; transferred: the slots are not
+    needed any more; unverified: the version is live, or may be, and its digest was not found equal."""
+
+    refused: Callable[[int], None] = lambda count: None
+    transferred: Callable[[], None] = lambda: None
+    unverified: Callable[[], None] = lambda: None
+
+
+_NOBODY = Progress()
+
+
 class ReceiverChannel:
     """Speaks to the receiver at `address`. Lives on one event loop."""
 
@@ -86,14 +95,8 @@ class ReceiverChannel:
         """Tell the receiver to give `version` up; nobody waits for the answer."""
         self._send("CANCEL", version)
 
-    async def update(
-        self,
-        order: Order,
-        on_refused: Callable[[int], None] = lambda count: None,
-        on_transferred: Callable[[], None] = lambda: None,
-    ) -> Outcome:
-        """Transfer, commit, verify. `on_refused` hears of slices that arrived wrong, before they are sent again;
-        `on_transferred` when the slots are not needed any more.
+    async def update(self, order: Order, progress: Progress = _NOBODY) -> Outcome:
+        """Transfer, commit, verify.
 
         Raises DeadlineExceeded past a move's deadline, DigestMismatch when slices keep arriving wrong or the live digest
         differs, StaleIncarnation, PlanMismatch, SyncError; in all these the version is not confirmed.
@@ -102,22 +105,15 @@ class ReceiverChannel:
         began = time.monotonic()
         try:
             async with asyncio.timeout(order.timeout_seconds):
-                await self._transfer(order, outcome, on_refused)
+                await self._transfer(order, outcome, progress)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{order.version}: {order.plan.num_bytes / 1e6:.1f} MB did not reach {self.address} within "
                 f"{order.timeout_seconds:g} s: raise sync.timeout_seconds or sync.max_megabytes_per_second"
             ) from None
         outcome.transfer_seconds = time.monotonic() - began
-        on_transferred()
-        commit = self._send("COMMIT", order.version, kv_policy=order.kv_policy)
-        digest = self._send("DIGEST", order.version) if order.verify else None
-        report = _checked(await self._wait(commit, order.timeout_seconds))
-        outcome.pause_seconds, outcome.recompute_seconds = report["pause_seconds"], report["recompute_seconds"]
-        if digest is not None:
-            live = checksums_from_wire(_checked(await self._wait(digest, order.timeout_seconds))["checksums"])
-            _compare(order, live)
-            outcome.verified = True
+        progress.transferred()
+        await self._commit(order, outcome, progress)
         return outcome
 
     async def close(self) -> None:
@@ -126,7 +122,25 @@ class ReceiverChannel:
         self._socket.close()
         self._maps.close()
 
-    async def _transfer(self, order: Order, outcome: Outcome, on_refused: Callable[[int], None]) -> None:
+    async def _commit(self, order: Order, outcome: Outcome, progress: Progress) -> None:
+        """Make the version live and compare its digest."""
+        commit = self._send("COMMIT", order.version, kv_policy=order.kv_policy)
+        digest = self._send("DIGEST", order.version) if order.verify else None
+        maybe_live = True
+        try:
+            answer = await self._wait(commit, order.timeout_seconds)
+            maybe_live = answer.get("error") in (None, "failed")
+            report = _checked(answer)
+            outcome.pause_seconds, outcome.recompute_seconds = report["pause_seconds"], report["recompute_seconds"]
+            if digest is not None:
+                live = checksums_from_wire(_checked(await self._wait(digest, order.timeout_seconds))["checksums"])
+                _compare(order, live)
+                outcome.verified = True
+        finally:
+            if maybe_live and not outcome.verified:
+                progress.unverified()
+
+    async def _transfer(self, order: Order, outcome: Outcome, progress: Progress) -> None:
         """Until the receiver holds every slice, checked."""
         await self._begin(order)
         indices: Sequence[int] | None = None  # all
@@ -137,7 +151,7 @@ class ReceiverChannel:
             if not refused:
                 return
             outcome.refused += len(refused)
-            on_refused(len(refused))
+            progress.refused(len(refused))
             indices = refused
         raise DigestMismatch(
             f"{order.version}: {len(refused)} slices arrived wrong {1 + RESENDS} times at {self.address}: see whether something "
@@ -236,6 +250,6 @@ def _compare(order: Order, live: Checksums) -> None:
     differing = np.flatnonzero(live != order.checksums) if len(live) == len(order.checksums) else np.arange(1)
     if len(differing):
         name = order.plan.tensors[order.plan.slices[int(differing[0])].tensor].name
-        raise LiveDigestMismatch(
+        raise DigestMismatch(
             f"{order.version}: {len(differing)} slices of the live parameters differ from those sent, first {name}"
         )

@@ -10,7 +10,7 @@ import zmq
 
 from asyncrl.errors import DeadlineExceeded, DigestMismatch, PlanMismatch, StaleIncarnation, SyncError
 from asyncrl.protocols.weights import PolicyVersion
-from asyncrl.weight_sync.channel import LiveDigestMismatch, ReceiverChannel
+from asyncrl.weight_sync.channel import Progress, ReceiverChannel
 from asyncrl.weight_sync.receiver import WeightReceiver
 from asyncrl.weight_sync.wire import pack, unpack
 from tests.weight_sync.stand_in import StagedModel, StandInTarget, a_model, until
@@ -47,7 +47,7 @@ async def test_a_flipped_byte_is_never_committed(channel, target, staged, carrie
     staged.flip()
     refused = []
     with pytest.raises(DigestMismatch, match="1 slices arrived wrong 4 times"):
-        await channel.update(staged.order(carrier=carrier), refused.append)
+        await channel.update(staged.order(carrier=carrier), Progress(refused=refused.append))
     assert refused == [1] * 4
     assert target.commits == []
 
@@ -55,7 +55,7 @@ async def test_a_flipped_byte_is_never_committed(channel, target, staged, carrie
 @pytest.mark.parametrize("carrier", CARRIERS)
 async def test_a_slice_that_arrived_wrong_is_sent_again_alone(channel, target, staged, carrier):
     staged.flip()
-    outcome = await channel.update(staged.order(carrier=carrier), lambda count: staged.flip())
+    outcome = await channel.update(staged.order(carrier=carrier), Progress(refused=lambda count: staged.flip()))
     assert (outcome.refused, outcome.verified) == (1, True)
     assert outcome.num_bytes < 2 * staged.plan.num_bytes
     assert target.holds(a_model(seed=1))
@@ -63,8 +63,10 @@ async def test_a_slice_that_arrived_wrong_is_sent_again_alone(channel, target, s
 
 async def test_weights_that_change_on_their_way_to_life_are_found_by_the_digest(channel, target, staged):
     target.spoil = True
-    with pytest.raises(LiveDigestMismatch, match=r"first embed\.weight"):
-        await channel.update(staged.order())
+    unverified = []
+    with pytest.raises(DigestMismatch, match=r"live parameters differ from those sent, first embed\.weight"):
+        await channel.update(staged.order(), Progress(unverified=lambda: unverified.append(True)))
+    assert unverified == [True]
 
 
 async def test_an_incomplete_version_is_not_committed(channel, target, staged):
@@ -117,8 +119,10 @@ async def test_status_is_answered_while_a_commit_waits_for_a_decode_step(channel
 
 async def test_a_move_past_its_deadline_raises(channel, target, staged):
     target.gate.clear()
+    unverified = []
     with pytest.raises(DeadlineExceeded, match=r"within 0.2 s \(sync.timeout_seconds\)"):
-        await channel.update(staged.order(timeout_seconds=0.2))
+        await channel.update(staged.order(timeout_seconds=0.2), Progress(unverified=lambda: unverified.append(True)))
+    assert unverified == [True], "whether it went live cannot be said"
     with pytest.raises(DeadlineExceeded, match=r"raise sync.timeout_seconds or sync.max_megabytes_per_second"):
         await channel.update(staged.order(V2, timeout_seconds=0.2))
     target.gate.set()

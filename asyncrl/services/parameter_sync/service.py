@@ -31,7 +31,7 @@ from asyncrl.protocols.weights import FleetView, KvPolicy, PolicyVersion
 from asyncrl.services.parameter_sync.fleet import FleetState, Transfer
 from asyncrl.services.parameter_sync.stats import SyncStats
 from asyncrl.services.service import AddressBook, service_rpc
-from asyncrl.weight_sync.channel import LiveDigestMismatch, Order, Outcome
+from asyncrl.weight_sync.channel import Order, Outcome, Progress
 from asyncrl.weight_sync.fleet_client import view_to_wire
 from asyncrl.weight_sync.plan import Plan, RankPlan, merge
 
@@ -43,7 +43,7 @@ class Channel(Protocol):
 
     async def status(self, timeout: float) -> dict[str, Any]: ...
 
-    async def update(self, order: Order, on_refused: Callable[[int], None], on_transferred: Callable[[], None]) -> Outcome: ...
+    async def update(self, order: Order, progress: Progress) -> Outcome: ...
 
     def cancel(self, version: PolicyVersion) -> None: ...
 
@@ -237,12 +237,12 @@ class ParameterSyncService:
     async def _update(self, transfer: Transfer, line: _Line) -> None:
         """One try to bring one version to one server; whatever happens, the slot is released."""
         self._notify()
-        work = line.channel.update(
-            self._order(transfer, line),
-            lambda count: self._on_refused(transfer, count),
-            lambda: self._on_transferred(transfer),
+        progress = Progress(
+            refused=lambda count: self._on_refused(transfer, count),
+            transferred=lambda: self._on_transferred(transfer),
+            unverified=self._stats.unverified,
         )
-        line.update = asyncio.create_task(work)
+        line.update = asyncio.create_task(line.channel.update(self._order(transfer, line), progress))
         try:
             outcome = await asyncio.shield(line.update)
         except (AsyncrlError, OSError) as error:
@@ -291,8 +291,6 @@ class ParameterSyncService:
 
     def _on_failed(self, transfer: Transfer, line: _Line, error: Exception) -> None:
         self._stats.failed_updates += 1
-        if isinstance(error, LiveDigestMismatch):
-            self._stats.committed_wrong()
         if isinstance(error, DeadlineExceeded):
             line.channel.cancel(transfer.version)
         self._fleet.fail(transfer, f"{type(error).__name__}: {error}", self._clock.now())
@@ -306,7 +304,6 @@ class ParameterSyncService:
             pause_seconds=outcome.pause_seconds,
             transfer_seconds=outcome.transfer_seconds,
             num_bytes=outcome.num_bytes,
-            verified=outcome.verified is True,
         )
 
     # Waiting and ending

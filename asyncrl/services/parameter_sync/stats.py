@@ -31,11 +31,8 @@ class SyncStats:
         if self._counts(version):
             self._published.add(version)
 
-    def confirmed(
-        self, version: PolicyVersion, *, pause_seconds: float, transfer_seconds: float, num_bytes: int, verified: bool
-    ) -> None:
-        """A server committed `version`; `verified`: its live digest was compared and equal."""
-        self._unverified += not verified
+    def confirmed(self, version: PolicyVersion, *, pause_seconds: float, transfer_seconds: float, num_bytes: int) -> None:
+        """A server holds `version` live."""
         if not self._counts(version):
             return
         self._confirmed.add(version)
@@ -50,8 +47,9 @@ class SyncStats:
             "sync/version_lag": float(newest.version - version.version),
         }
 
-    def committed_wrong(self) -> None:
-        """A server made weights live whose digest was not the publisher's."""
+    def unverified(self) -> None:
+        """A server made a version live, or may have, whose digest was not found to be the publisher's: `verified` is false from
+        now on."""
         self._unverified += 1
 
     def latest(self) -> dict[str, float]:
