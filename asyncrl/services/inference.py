@@ -118,6 +118,7 @@ class InferenceServer:
             "prefilled_tokens": stats.prefilled_tokens,
             "decode_steps": stats.decode_steps,
             "decode_seconds": stats.decode_seconds,
+            "forward_cpu_seconds": stats.forward_cpu_seconds,
             "finished": stats.finished,
             "aborted": stats.aborted,
             "commits": len(pauses),

@@ -94,9 +94,8 @@ class HttpFront:
 
     async def _answer(self, call: Call, sink: Sink[Update], left: set[int]) -> web.Response:
         responses: dict[int, dict[str, Any]] = {}
-        async for update in _until_done(sink, left):
-            if update.finish is not None:
-                responses[update.sequence.index] = self._response(update, call)
+        async for updates in _until_done(sink, left):
+            responses.update((update.sequence.index, self._response(update, call)) for update in updates if update.finish)
         ordered = [responses[index] for index in range(len(call.sequences))]
         for response in ordered:
             del response["index"]
@@ -105,14 +104,19 @@ class HttpFront:
     async def _stream(self, request: web.Request, call: Call, sink: Sink[Update], left: set[int]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        async for update in _until_done(sink, left):
-            payload = self._response(update, call)
-            if not call.batch:
-                del payload["index"]
-            chunk = f"data: {json.dumps(payload)}\n\n"
-            await response.write(chunk.encode() if left else f"{chunk}data: [DONE]\n\n".encode())
+        async for updates in _until_done(sink, left):
+            chunks = [self._chunk(update, call) for update in updates]
+            if not left:
+                chunks.append("data: [DONE]\n\n")
+            await response.write("".join(chunks).encode())
         await response.write_eof()
         return response
+
+    def _chunk(self, update: Update, call: Call) -> str:
+        payload = self._response(update, call)
+        if not call.batch:
+            del payload["index"]
+        return f"data: {json.dumps(payload)}\n\n"
 
     def _response(self, update: Update, call: Call) -> dict[str, Any]:
         return response_of(update, call, self._decode)
@@ -178,6 +182,7 @@ class HttpFront:
                 "shared_prefills": stats.shared_prefills,
                 "decode_steps": stats.decode_steps,
                 "decode_seconds": stats.decode_seconds,
+                "forward_cpu_seconds": stats.forward_cpu_seconds,
             }
         )
 
@@ -186,17 +191,18 @@ class HttpFront:
         return web.json_response({"loads": [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}]})
 
 
-async def _until_done(sink: Sink[Update], left: set[int]) -> AsyncIterator[Update]:
-    """Updates until every sequence has finished; a finished one leaves `left` before it is yielded.
+async def _until_done(sink: Sink[Update], left: set[int]) -> AsyncIterator[list[Update]]:
+    """Updates until every sequence has finished, all that are there at a time; a finished one leaves `left` before it is yielded.
 
     No deadline here: the client's own ends the wait (its disconnect cancels the handler), and so does the engine's end, which
     finishes every sequence.
     """
     while left:
-        update = await sink.get()
-        if update.finish is not None:
-            left.discard(update.sequence.index)
-        yield update
+        updates = [await sink.get()]
+        while not sink.empty():
+            updates.append(sink.get_nowait())
+        left.difference_update(update.sequence.index for update in updates if update.finish is not None)
+        yield updates
 
 
 async def _body(request: web.Request) -> Any:

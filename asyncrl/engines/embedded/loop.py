@@ -48,13 +48,15 @@ Listener = Callable[[Sequence[Update]], None]
 
 @dataclass
 class EngineStats:
-    """Counts since the start; seconds of the loop's own clock."""
+    """Counts since the start. decode_seconds: wall time of decode steps; forward_cpu_seconds: processor time of the
+    loop's thread in the model (decode, prefill, sampling), which is what the engine cannot do without."""
 
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     shared_prefills: int = 0
     decode_steps: int = 0
     decode_seconds: float = 0.0
+    forward_cpu_seconds: float = 0.0
     finished: int = 0
     aborted: int = 0
     pauses: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
@@ -174,10 +176,12 @@ class EngineLoop:
         if not self._scheduler.waiting:
             return
         admissions = self._scheduler.admit(MAX_PREFILL_TOKENS)
+        began = time.thread_time()
         fresh = [admission for admission in admissions if admission.donor is None]
         self._runner.prefill([admission.slots[0] for admission in fresh], [admission.prompt[:-1] for admission in fresh])
         for admission in admissions:
             self._share(admission)
+        self.stats.forward_cpu_seconds += time.thread_time() - began
         self.stats.prefilled_tokens += sum(admission.prefix_tokens for admission in fresh)
 
     def _share(self, admission: Admission) -> None:
@@ -189,7 +193,7 @@ class EngineLoop:
             self.stats.shared_prefills += len(targets)
 
     def _step(self) -> None:
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         n, table = len(self._scheduler.running), self._scheduler.table
         lengths = table.kv_length[:n]
         tokens, log_probs = self._runner.decode(
@@ -201,6 +205,7 @@ class EngineLoop:
             top_k=_unless_off(table.top_k[:n], table.top_k[:n] > 0),
         )
         self.stats.decode_seconds += time.perf_counter() - began
+        self.stats.forward_cpu_seconds += time.thread_time() - cpu_began
         self.stats.decode_steps += 1
         self.stats.generated_tokens += n
         bad = np.flatnonzero(~np.isfinite(log_probs))
