@@ -8,8 +8,8 @@ import torch
 
 from asyncrl.engines.embedded.loading import load_model, refuse_short_window
 from asyncrl.engines.embedded.runner import ModelRunner
-from asyncrl.errors import UserError
-from tests.engines.harness import Harness, load, random_prompts, reference_greedy, reference_log_probs, sequence
+from asyncrl.errors import GenerationFailed, UserError
+from tests.engines.harness import WAIT_SECONDS, Harness, load, random_prompts, reference_greedy, reference_log_probs, sequence
 from tests.models import tiny_model
 
 
@@ -210,3 +210,15 @@ def test_what_is_no_key_value_language_model_is_refused_by_name(tmp_path, archit
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="does not load"):
         load_model(tmp_path, dtype="float32")
+
+
+def test_a_loop_that_fails_answers_everybody_and_takes_nothing_more(model):
+    with Harness(model, max_slots=2) as engine:
+        engine.loop._runner.decode = None
+        sequences = [sequence([5, 6]) for _ in range(5)]
+        engine.submit(*sequences)
+        engine.loop._thread.join(WAIT_SECONDS)
+        assert all("the engine ended" in engine.finished(one.rid).finish.message for one in sequences)
+        assert isinstance(engine.loop.failure, TypeError)
+        with pytest.raises(GenerationFailed):
+            engine.submit(sequence([5, 6]))

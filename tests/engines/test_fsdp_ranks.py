@@ -1,4 +1,7 @@
-"""Two ranks in processes of their own: the gradient of one, agreement on what is skipped, a dead peer that is noticed."""
+"""Two ranks in processes of their own: the gradient of one, agreement on what is skipped, a peer that is late, one that dies.
+
+The processes start once, go through `story`, and report; each test reads one part of the report.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.fsdp import FsdpLauncher
 from asyncrl.engines.fsdp.process_group import RankGroup, open_meeting_point
 from asyncrl.errors import TransportError
 from tests.engines.training import VOCAB, batch, config, engine_of_one_rank, poisoned
 from tests.models import tiny_model
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 100
+SHORT_SECONDS = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -26,42 +32,73 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"), vocab=VOCAB, tie=True)
 
 
-@pytest.fixture
-def ranks():
-    """Start `target(rank, addresses, *arguments)` on two ranks; what they return, by rank. No process is left afterwards."""
+@pytest.fixture(scope="module")
+def reports(model):
+    """What both ranks reported, by rank."""
     context = multiprocessing.get_context("spawn")
-    processes, results, addresses = [], context.Queue(), context.Queue()
-
-    def start(target, *arguments):
-        for rank in range(2):
-            process = context.Process(target=run_rank, args=(target, rank, addresses, results, arguments))
-            process.start()
-            processes.append(process)
-        return results
-
-    yield start
+    results, addresses = context.Queue(), context.Queue()
+    settings = config(training={"ranks": 2, "microbatch_tokens": 60}).to_mapping()
+    arguments = (str(model), settings, addresses, results)
+    processes = [context.Process(target=story, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
-        if process.is_alive():
+        process.start()
+    try:
+        yield dict(results.get(timeout=DEADLINE_SECONDS) for _ in range(2))
+    finally:
+        for process in processes:
             process.kill()
-        process.join(DEADLINE_SECONDS)
+            process.join(DEADLINE_SECONDS)
 
 
-def run_rank(target, rank, addresses, results, arguments):
+def story(rank, model_path, settings, addresses, results):
+    """Train; then wait for a peer that is late; then for one that dies. Rank 0 is that peer."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    results.put((rank, target(rank, addresses, *arguments)))
-
-
-def train_on_two_ranks(rank, addresses, model_path, settings):
-    from asyncrl.engines.fsdp import FsdpLauncher
-
     launcher = FsdpLauncher(Config.model_validate(settings), model_path=model_path, rank=rank)
-    address = launcher.prepare()
+    meeting_point = launcher.prepare()
     if rank == 0:
-        addresses.put(address)
-    engine = launcher.join(address or addresses.get(timeout=DEADLINE_SECONDS))
+        addresses.put(meeting_point)
+    engine = launcher.join(meeting_point or addresses.get(timeout=DEADLINE_SECONDS))
     report = train_and_report(engine)
     engine.close()
-    return report
+    store = shared_store(rank, addresses)
+    report["late"] = wait_for_rank_zero(rank, store, "late", SHORT_SECONDS)
+    if rank == 0:
+        send(results, (rank, report))
+    report["dead"] = wait_for_rank_zero(rank, store, "dead", 600.0)
+    send(results, (rank, report))
+
+
+def send(results, report):
+    results.put(report)
+    results.close()
+    results.join_thread()
+
+
+def shared_store(rank, addresses):
+    if rank == 0:
+        store, address = open_meeting_point()
+        addresses.put(address)
+        return store
+    host, port = addresses.get(timeout=DEADLINE_SECONDS).rsplit(":", 1)
+    return dist.TCPStore(host, int(port), is_master=False)
+
+
+def wait_for_rank_zero(rank, store, how, timeout_seconds):
+    """(seconds, type, text) of what rank 1 raises."""
+    prefixed = dist.PrefixStore(how, store)
+    group = RankGroup(rank=rank, world_size=2, store=prefixed, device=torch.device("cpu"), timeout_seconds=timeout_seconds)
+    began = time.monotonic()
+    try:
+        if rank == 0 and how == "dead":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            time.sleep(2 * timeout_seconds)
+            return None
+        group.broadcast(None)
+    except TransportError as error:
+        return time.monotonic() - began, type(error).__name__, str(error)
+    finally:
+        group.close()
 
 
 def one_sequence(whole):
@@ -82,65 +119,50 @@ def train_and_report(engine):
     return {"gradients": gradients, "alone": alone, "outcomes": figures, "weights": weights, "heard": (len(heard), empty)}
 
 
-def test_two_ranks_compute_what_one_does(model, ranks):
-    settings = config(training={"ranks": 2, "microbatch_tokens": 60})
-    results = ranks(train_on_two_ranks, str(model), settings.to_mapping())
-    found = dict(results.get(timeout=DEADLINE_SECONDS) for _ in range(2))
+@pytest.fixture(scope="module")
+def expected(model):
     with engine_of_one_rank(model, config()) as engine:
-        expected = train_and_report(engine)
-    for rank in range(2):
-        assert found[rank]["heard"] == (200_000, b"")
-        for kind in ("gradients", "alone"):
-            for name, gradient in expected[kind].items():
-                torch.testing.assert_close(torch.tensor(found[rank][kind][name]), torch.tensor(gradient), atol=1e-5, rtol=1e-4)
-        for name, weight in expected["weights"].items():
-            assert found[rank]["weights"][name] == pytest.approx(weight, abs=2e-3)
-        for mine, theirs in zip(found[rank]["outcomes"], expected["outcomes"], strict=True):
-            assert mine[:2] == theirs[:2]
-            assert mine[2] == pytest.approx(theirs[2], rel=1e-3, abs=1e-3)
-    assert found[0]["outcomes"] == found[1]["outcomes"], "every rank reports the same"
+        return train_and_report(engine)
 
 
-def join_group(rank, addresses, timeout_seconds):
-    store, address = open_meeting_point() if rank == 0 else (None, addresses.get(timeout=DEADLINE_SECONDS))
-    if rank == 0:
-        addresses.put(address)
-    store = store or torch.distributed.TCPStore(*split_address(address), is_master=False)
-    device = torch.device("cpu")
-    return RankGroup(rank=rank, world_size=2, store=store, device=device, timeout_seconds=timeout_seconds)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["gradients", "alone"])
+def test_two_ranks_have_the_gradient_of_one(reports, expected, rank, kind):
+    assert any(gradient.any() for gradient in expected[kind].values())
+    for name, gradient in expected[kind].items():
+        torch.testing.assert_close(torch.tensor(reports[rank][kind][name]), torch.tensor(gradient), atol=1e-5, rtol=1e-4)
 
 
-def split_address(address):
-    host, port = address.rsplit(":", 1)
-    return host, int(port)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_ranks_arrive_at_the_weights_of_one(reports, expected, rank):
+    for name, weight in expected["weights"].items():
+        assert reports[rank]["weights"][name] == pytest.approx(weight, abs=2e-3), name
 
 
-def wait_for_a_peer(rank, addresses, timeout_seconds, peer_dies):
-    """Rank 1 waits for rank 0, which dies or sleeps: (seconds, type, text) of what it raised."""
-    group = join_group(rank, addresses, timeout_seconds)
-    if rank == 0 and peer_dies:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0:
-        time.sleep(2 * timeout_seconds)
-        return None
-    began = time.monotonic()
-    try:
-        group.broadcast(None)
-    except TransportError as error:
-        return time.monotonic() - began, type(error).__name__, str(error)
-    return None
+def test_every_rank_reports_the_same_and_what_one_rank_would(reports, expected):
+    assert reports[0]["outcomes"] == reports[1]["outcomes"]
+    for mine, theirs in zip(reports[0]["outcomes"], expected["outcomes"], strict=True):
+        assert mine[:2] == theirs[:2]
+        assert mine[2] == pytest.approx(theirs[2], rel=1e-3, abs=1e-3)
 
 
-def test_a_dead_peer_is_noticed_within_seconds(ranks):
-    results = ranks(wait_for_a_peer, 600.0, True)
-    rank, (seconds, kind, text) = results.get(timeout=DEADLINE_SECONDS)
-    assert (rank, kind) == (1, "TransportError")
+def test_a_non_finite_loss_is_skipped_on_every_rank(reports):
+    assert [report["outcomes"][1][:2] for report in reports.values()] == [(0, 1), (0, 1)]
+
+
+def test_every_rank_hears_the_broadcast(reports):
+    assert [report["heard"] for report in reports.values()] == [(200_000, b"")] * 2
+
+
+def test_a_late_peer_runs_into_the_deadline(reports):
+    seconds, kind, text = reports[1]["late"]
+    assert kind == "DeadlineExceeded"
+    assert SHORT_SECONDS <= seconds < 10 * SHORT_SECONDS
+    assert "training.step_timeout_seconds" in text
+
+
+def test_a_dead_peer_is_noticed_within_seconds(reports):
+    seconds, kind, text = reports[1]["dead"]
+    assert kind == "TransportError"
     assert seconds < 10
     assert "trainer/1: another trainer rank is gone" in text
-
-
-def test_a_silent_peer_runs_into_the_deadline(ranks):
-    results = ranks(wait_for_a_peer, 2.0, False)
-    rank, (_, kind, text) = results.get(timeout=DEADLINE_SECONDS)
-    assert (rank, kind) == (1, "DeadlineExceeded")
-    assert "training.step_timeout_seconds" in text

@@ -127,7 +127,8 @@ class EngineLoop:
         try:
             return answer.result(COMMIT_TIMEOUT_SECONDS)
         except TimeoutError:
-            answer.cancel()
+            if not answer.cancel():  # it has begun: what it comes to is the answer
+                return answer.result(COMMIT_TIMEOUT_SECONDS)
             raise DeadlineExceeded(f"the decode loop did not take version {version} in {COMMIT_TIMEOUT_SECONDS:.0f} s") from None
 
     def close(self, timeout: float = 10.0) -> None:
@@ -156,6 +157,16 @@ class EngineLoop:
         except BaseException as error:  # boundary: the thread's end; the service reads `failure` and dies by name
             log.exception("the engine loop ended")
             self.failure = error
+        self._end()
+
+    def _end(self) -> None:
+        """Whoever posted something gets an answer, and nobody posts any more."""
+        with self._wake:
+            self._closing = True
+            actions = list(self._inbox)
+            self._inbox.clear()
+        for action in actions:
+            action()
         message = f"the engine ended: {self.failure}" if self.failure else "the engine was closed"
         updates, _ = self._scheduler.abort(lambda sequence: True, message)
         self._tell(updates)
