@@ -32,6 +32,7 @@ def configs(draw):
             "groups_per_step": groups,
             "publish_every": draw(st.integers(1, 3)) if bound else 1,
             "filter": draw(st.sampled_from(["keep", "drop", "refill"])),
+            "data_timeout_seconds": 1e6,
         },
         evaluation={"samples": draw(st.integers(1, 9)), "every": draw(st.sampled_from([0, 1, 7]))},
         queue={"capacity": 2 * groups + draw(st.sampled_from([0, 50]))},
@@ -70,6 +71,7 @@ def test_the_bound_holds_the_ledger_balances_and_nothing_is_left(config, world, 
         batches = [json.loads(line) for line in (Path(folder) / "batches.jsonl").read_text().splitlines()]
     counts = simulated.ledger.attempts.counts()
     assert counts["in_flight"] == counts["queued"] == simulated.unsettled == 0
+    assert "failed: training is over" not in simulated.ledger.attempts.reasons
     for line in batches:
         if line["token_versions"] is not None:
             oldest, newest = line["token_versions"]["min"], line["token_versions"]["max"]

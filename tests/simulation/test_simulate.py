@@ -58,6 +58,7 @@ def assert_nothing_is_left(simulated):
     counts = simulated.ledger.attempts.counts()
     assert counts["in_flight"] == counts["queued"] == simulated.unsettled == 0
     assert counts["dispatched"] == sum(counts[end] for end in ("trained", "filtered", "failed", "expired"))
+    assert "failed: training is over" not in simulated.ledger.attempts.reasons
     assert simulated.checks >= simulated.ledger.attempts.finished_steps
 
 
@@ -129,6 +130,7 @@ def test_the_end_of_data_ends_the_run(tmp_path, on_stale):
 def assert_nothing_is_left_of(simulated, rows):
     counts = simulated.ledger.attempts.counts()
     assert counts["in_flight"] == counts["queued"] == simulated.unsettled == 0
+    assert "failed: training is over" not in simulated.ledger.attempts.reasons
     assert counts["dispatched"] >= rows
 
 

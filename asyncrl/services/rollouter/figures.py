@@ -76,12 +76,10 @@ class Figures:
         return {"generated": self.generated, "failed": self.failed, "tokens": self.tokens}
 
     def summary(self) -> dict[str, Any]:
-        """The rollouter's part of summary.json, evaluation aside."""
+        """The rollouter's part of summary.json, evaluation aside. The Reward front counts failed trajectories."""
         self._settle_idle()
         return {
-            "trajectories": {
-                "generated": self.generated
-            },  # those that failed, in generation or scoring, are the front's to count
+            "trajectories": {"generated": self.generated},
             "tokens": {"generated": self.tokens},
             "idle": {"rollouter": round(self.idle_share(), 4)},
             "rollout": {
