@@ -105,6 +105,7 @@ class InferenceServer:
             "running": running,
             "waiting": waiting,
             "tokens": stats.generated_tokens,
+            "forward_cpu_seconds": stats.forward_cpu_seconds,
             "tokens_per_decode_second": stats.generated_tokens / stats.decode_seconds if stats.decode_seconds else 0.0,
         }
 
@@ -113,7 +114,7 @@ class InferenceServer:
             return {}
         stats = self._server.engine.stats
         pauses = sorted(1e3 * pause for pause in stats.pauses)
-        return {
+        figures = {
             "tokens": stats.generated_tokens,
             "prefilled_tokens": stats.prefilled_tokens,
             "decode_steps": stats.decode_steps,
@@ -124,6 +125,7 @@ class InferenceServer:
             "commits": len(pauses),
             "pause_ms_p50": statistics.median(pauses) if pauses else 0.0,
         }
+        return {"servers": {self.name: figures}}
 
 
 def version_number(text: str) -> int | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -97,10 +98,12 @@ class FsdpEngine:
         work, plans = self._prepare(batch)
         for parameter_group in self._optimizer.param_groups:
             parameter_group["lr"] = batch.learning_rate
+        began = time.thread_time()
         if PROXIMALS[self._config.algorithm.proximal].recomputes and len(plans) * batch.epochs > 1:
             self._recompute_proximal(work, plans)
         results = [self._update(work, plan) for _ in range(batch.epochs) for plan in plans]
-        return _outcome(results, passes=batch.epochs, tokens=int(work.mask_host_BT.sum()))
+        outcome = _outcome(results, passes=batch.epochs, tokens=int(work.mask_host_BT.sum()))
+        return replace(outcome, metrics={**outcome.metrics, "time/compute_cpu_s": time.thread_time() - began})
 
     def gradients(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Whole gradients of the batch's first mini-batch, without an update: for comparing cuts, ranks and algorithms."""

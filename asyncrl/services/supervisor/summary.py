@@ -68,7 +68,8 @@ def build_summary(
 
 def _lay_over(below: dict[str, Any], above: Mapping[str, Any]) -> None:
     for key, value in above.items():
-        if isinstance(value, Mapping) and isinstance(below.get(key), dict):
+        if isinstance(below.get(key), dict):
+            assert isinstance(value, Mapping), f"{key} has parts, and a service reports {value!r} for the whole of it"
             _lay_over(below[key], value)
         else:
             below[key] = value
