@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
@@ -30,6 +31,23 @@ def log_to_file(run_dir: Path, service: str, level: int = logging.INFO) -> Path:
     faulthandler.enable(stream)
     sys.excepthook = lambda kind, value, trace: root.critical("uncaught", exc_info=(kind, value, trace))
     return path
+
+
+def copy_to_file(run_dir: Path, service: str) -> Callable[[], None]:
+    """Also write asyncrl's own records of this process to the service's file, and leave the process's logging as it is: for the
+    launcher, which may be a user's program. The returned function ends it."""
+    path = log_path(run_dir, service)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    logger = logging.getLogger("asyncrl")
+    logger.addHandler(handler)
+
+    def end() -> None:
+        logger.removeHandler(handler)
+        handler.close()
+
+    return end
 
 
 def tail(run_dir: Path, service: str, lines: int = 8) -> list[str]:

@@ -52,6 +52,7 @@ class RayRuntime:
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        _keep_ray_off_the_terminal()
         address = self._config.cluster.ray_address
         if ray.is_initialized():
             raise RunError("this process already has a Ray connection: one run at a time per process; call ray.shutdown() first")
@@ -153,6 +154,13 @@ class RayRuntime:
             log.info("removed shared memory %s", name)
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _keep_ray_off_the_terminal() -> None:
+    """Ray prints its own account of every dead process to standard output, where ours and a caller's JSON stand; it goes to the
+    log instead. Ray has no option for it; where its internals have changed the lines are merely printed."""
+    if hasattr(ray._private.worker, "print_to_stdstream"):
+        ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: log.info("ray: %s", " ".join(data["lines"]))
 
 
 def _restore_environment(values: Mapping[str, str | None]) -> None:

@@ -65,6 +65,13 @@ class Supervisor:
 
     async def supervise(self) -> dict[str, Any]:
         """Run to the end and return what summary.json holds. Never raises for a failed or interrupted run."""
+        end_log = logs.copy_to_file(self.run_dir, "launcher")
+        try:
+            return await self._supervise()
+        finally:
+            end_log()
+
+    async def _supervise(self) -> dict[str, Any]:
         await self._announce()
         status, error = await self._live()
         self._set_state("stopping")
