@@ -160,7 +160,7 @@ def _keep_ray_off_the_terminal() -> None:
     """Ray prints its own account of every dead process to standard output, where ours and a caller's JSON stand; it goes to the
     log instead. Ray has no option for it; where its internals have changed the lines are merely printed."""
     if hasattr(ray._private.worker, "print_to_stdstream"):
-        ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: log.info("ray: %s", " ".join(data["lines"]))
+        ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: log.warning("ray: %s", " ".join(data["lines"]))
 
 
 def _restore_environment(values: Mapping[str, str | None]) -> None:
