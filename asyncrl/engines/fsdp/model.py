@@ -107,7 +107,7 @@ def load_policy(
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         _switch_off_dropout(hf_config)
         model = _first_that_works(config, path, hf_config, attention_choices(config, device), with_weights)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"model.path {path} cannot be loaded as a causal language model: {error}") from error
     model.train(config.gradient_checkpointing)
     if config.gradient_checkpointing:

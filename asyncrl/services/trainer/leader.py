@@ -120,7 +120,7 @@ class Leader:
         self._parts.tracker.log("trainer", step, {"step": float(step), "version": float(version), **metrics})
         log.info("step %d: %d of %d groups trained at version %d", step, len(trained), len(taken.groups), version)
         self._tally.add(tokens, metrics.get("reward/mean"), failed=failed)
-        self._check_bad_steps(failed)
+        self._check_bad_steps(outcome, failed)
 
     async def _train(self, step: int, version: int, groups: Sequence[ScoredGroup]) -> StepOutcome:
         if not groups:
@@ -139,8 +139,10 @@ class Leader:
             await self._parts.ledger.finish_step(StepRecord(step, version, tuple(ends)))
         self.finished_steps = step
 
-    def _check_bad_steps(self, failed: bool) -> None:
-        self._bad_in_a_row = self._bad_in_a_row + 1 if failed else 0
+    def _check_bad_steps(self, outcome: StepOutcome, failed: bool) -> None:
+        """A step that had nothing to train neither adds to the row nor ends it."""
+        if failed or outcome.updates:
+            self._bad_in_a_row = self._bad_in_a_row + 1 if failed else 0
         limit = self._config.training.max_bad_steps
         if self._bad_in_a_row >= limit:
             raise RunError(
