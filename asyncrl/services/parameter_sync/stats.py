@@ -63,7 +63,7 @@ class SyncStats:
             "pause_ms": {
                 "p50": quantile(self._pauses_ms, 0.5),
                 "p99": quantile(self._pauses_ms, 0.99),
-                "max": max(self._pauses_ms, default=0.0),
+                "max": quantile(self._pauses_ms, 1.0),
             },
             "transfer_ms": {"p50": quantile(self._transfers_ms, 0.5), "p99": quantile(self._transfers_ms, 0.99)},
             "bytes": self._num_bytes,
@@ -78,8 +78,8 @@ class SyncStats:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Nearest rank: the smallest value that `share` of all values do not exceed; 0 for none."""
+    """Nearest rank: the smallest value that `share` of all values do not exceed, to a thousandth; 0 for none."""
     if not values:
         return 0.0
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3)
