@@ -177,6 +177,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     tokenizer = HfTokenizer(config.model.tokenizer or folder, model_path=folder, trust_remote_code=config.model.trust_remote_code)
     engine = FleetClient()
     queue, reward = RpcClient(book["message_queue"]["rpc"]), RpcClient(book["reward"]["rpc"])
+    fleet = RpcFleet(book["parameter_sync"]["rpc"])
     return RollouterParts(
         source=open_prompts(train, seed=config.seed, shuffle=data.shuffle, epochs=data.epochs),
         eval_prompts=[] if held_out is None else open_eval_prompts(held_out, samples=config.eval.samples),
@@ -185,10 +186,11 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
         agent=load_agent(objects.agent or config.rollout.agent, engine, tokenizer),
         sender=QueueSender(book["message_queue"]["broker"], "rollouts", producer="rollouter"),
         ledger=RpcLedgerClient(queue),
-        fleet=RpcFleet(book["parameter_sync"]["rpc"]),
+        fleet=fleet,
         scorer=RpcScorer(reward),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         on_fleet=engine.update,
+        closers=(queue.close, reward.close, fleet.close),
     )
 
 

@@ -50,7 +50,7 @@ def worlds(draw):
         draw(st.integers(3, 9)),
     )
     return World(
-        token_seconds=draw(st.sampled_from([0.002, 0.05, 0.3])),
+        token_seconds=draw(st.sampled_from([0.002, 0.05])),
         num_tokens=tenfold_for_half_of_the_rows,
         failure=lambda member: "server lost" if coin(member.rid, lost) == 0 else None,
         max_running=draw(st.sampled_from([None, 2, 16])),
