@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from asyncrl.errors import MalformedFrame
-from asyncrl.messages.codec import Message, decode, encode, envelope, join_frames, split_frames
+from asyncrl.messages.codec import Message, envelope, from_payload, to_payload
 from asyncrl.transport.records import Incoming
 
 
 def pack(message: Message) -> Incoming:
     """Raises MalformedFrame for a message that its receiver would refuse."""
     message_id, group_id = envelope(message)
-    return Incoming(message_id, group_id, join_frames(encode(message)))
+    return Incoming(message_id, group_id, to_payload(message))
 
 
 def unpack(message_id: str, payload: bytes) -> Message:
     """Raises a FrameError for a payload that is no message, or another than its envelope says."""
-    message = decode(split_frames(payload), max_bytes=len(payload))
+    message = from_payload(payload)
     found = str(message.id)
     if found != message_id:
         raise MalformedFrame(f"the envelope says {message_id}, the message {found}")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import FrameError, MalformedFrame, OversizedFrame, TruncatedFrame, UnknownSchema, UnknownTag
 from asyncrl.messages import Trajectory
-from asyncrl.messages.codec import Message, decode, encode, envelope, join_frames, split_frames
+from asyncrl.messages.codec import Message, decode, encode, envelope, from_payload, to_payload
 from tests.messages import samples
 
 LIMIT = 1 << 20
@@ -38,7 +38,7 @@ def assert_equal(left: Message, right: Message) -> None:
 def test_every_message_survives_encoding_as_frames_and_as_one_payload(message):
     frames = encode(message)
     assert_equal(decode(frames, max_bytes=LIMIT), message)
-    assert_equal(decode(split_frames(join_frames(frames)), max_bytes=LIMIT), message)
+    assert_equal(from_payload(to_payload(message)), message)
 
 
 @many
@@ -58,11 +58,11 @@ def test_random_msgpack_headers_only_ever_raise_a_frame_error(header, frames):
 @many
 @given(message=samples.messages, data=st.data())
 def test_a_flipped_byte_gives_a_valid_message_or_a_frame_error(message, data):
-    payload = bytearray(join_frames(encode(message)))
+    payload = bytearray(to_payload(message))
     position = data.draw(st.integers(0, len(payload) - 1))
     payload[position] ^= data.draw(st.integers(1, 255))
     try:
-        mutated = decode(split_frames(payload), max_bytes=LIMIT)
+        mutated = from_payload(payload)
     except FrameError:
         return
     assert_equal(decode(encode(mutated), max_bytes=LIMIT), mutated)
@@ -86,9 +86,9 @@ def test_a_header_with_one_part_replaced_gives_a_valid_message_or_a_frame_error(
 @given(message=samples.messages, data=st.data())
 def test_every_truncation_is_refused(message, data):
     frames = encode(message)
-    payload = join_frames(frames)
+    payload = to_payload(message)
     with pytest.raises(FrameError):
-        split_frames(payload[: data.draw(st.integers(0, len(payload) - 1))])
+        from_payload(payload[: data.draw(st.integers(0, len(payload) - 1))])
     with pytest.raises(TruncatedFrame):
         decode(frames[: data.draw(st.integers(0, len(frames) - 1))], max_bytes=LIMIT)
 
@@ -114,7 +114,7 @@ def test_an_unknown_tag_and_an_unknown_schema_are_named():
     ("change", "rule"),
     [
         ({"log_probs": np.zeros(7, dtype=np.float32)}, "equally long"),
-        ({"log_probs": np.zeros(8, dtype=np.float64)}, "float32"),
+        ({"log_probs": np.zeros(8, dtype=np.float64)}, "float64"),
         ({"versions": np.zeros((8, 1), dtype=np.int32)}, "one-dimensional"),
         ({"finish_reason": "bored"}, "finish_reason"),
         ({"failure": "server lost"}, "no response tokens"),
@@ -122,6 +122,7 @@ def test_an_unknown_tag_and_an_unknown_schema_are_named():
         ({"ground_truth": np.float64(1)}, "plain values"),
         ({"ground_truth": 2**70}, "cannot travel"),
         ({"group_size": 0}, "group_size is at least 1"),
+        ({"log_probs": np.zeros(8, dtype=">f4")}, "one-dimensional"),
         ({"generate_seconds": float("nan")}, "duration"),
     ],
 )
@@ -150,7 +151,7 @@ def test_a_group_that_breaks_a_rule_is_refused_when_it_is_sent(change, rule):
 
 
 def test_decoded_arrays_are_aligned_read_only_views_of_the_payload():
-    message = decode(split_frames(join_frames(encode(samples.trajectory(num_tokens=5)))), max_bytes=LIMIT)
+    message = from_payload(to_payload(samples.trajectory(num_tokens=5)))
     assert isinstance(message, Trajectory)
     assert message.log_probs.flags.aligned
     assert not message.log_probs.flags.writeable

@@ -9,11 +9,8 @@ import msgpack
 
 from asyncrl.errors import MalformedFrame
 from asyncrl.messages import ScoredGroup
-from asyncrl.messages.codec import decode, encode, join_frames, split_frames
+from asyncrl.messages.codec import from_payload, to_payload
 from asyncrl.protocols import TrainBatch
-
-GROUP_BYTES = 1 << 32
-"""Most bytes of one group: ranks trust each other, so this only bounds a mistake."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ def encode_command(command: Command) -> bytes:
         case Stop(reason):
             body = ["stop", reason]
         case Train(batch):
-            groups = [join_frames(encode(group)) for group in batch.groups]
+            groups = [to_payload(group) for group in batch.groups]
             cuts = [list(cut) for cut in batch.mini_batches]
             body = ["train", batch.step, batch.version, batch.learning_rate, groups, cuts, batch.epochs]
     packed: bytes = msgpack.packb(body)
@@ -75,7 +72,7 @@ def decode_command(payload: bytes) -> Command:
 
 
 def _group(payload: bytes) -> ScoredGroup:
-    group = decode(split_frames(payload), max_bytes=GROUP_BYTES)
+    group = from_payload(payload)
     if not isinstance(group, ScoredGroup):
         raise MalformedFrame(f"a batch holds scored groups, found {type(group).__name__}")
     return group
