@@ -108,13 +108,14 @@ def main() -> int:
     pairs = [(ours.seconds(work), generate_seconds(model, work, batch, cache)) for _ in range(rounds)]  # taken in turn
     ours.close()
     mine, theirs = (tokens / statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(theirs_seconds / our_seconds for our_seconds, theirs_seconds in pairs)
     print(f"embedded engine: {mine:,.0f} tokens/s; generate at its best (batch {batch}, {cache or 'dynamic'}): {theirs:,.0f}")
-    ok = mine / theirs >= LIMIT
+    ok = ratio >= LIMIT
     print(
         json.dumps(
             {
                 "name": "engine",
-                "ratio": round(mine / theirs, 3),
+                "ratio": round(ratio, 3),
                 "ours": round(mine),
                 "baseline": round(theirs),
                 "limit": LIMIT,

@@ -253,3 +253,16 @@ async def test_a_swap_in_mid_stream_shows_in_the_spans(client):
     assert (second["version"], second["start"], second["end"]) == ("1.1", first["end"], 120)
     assert last["meta_info"]["weight_version"] == "1.1"
     assert isinstance(staged["model.norm.weight"], torch.Tensor)
+
+
+async def test_without_a_stream_nothing_is_told_before_the_end(client):
+    told: list[int] = []
+    listener = client.server.engine._listener
+
+    def count(updates) -> None:
+        told.append(len(updates))
+        listener(updates)
+
+    client.server.engine._listener = count
+    await client.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 20, "ignore_eos": True})
+    assert told == [1]

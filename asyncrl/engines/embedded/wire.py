@@ -69,15 +69,16 @@ def parse_generate(body: Any, limits: Limits, sink: Any) -> Call:
     if total > MAX_BATCH:
         raise BadRequest(f"one call may ask for {MAX_BATCH} responses, not {total}: send several calls")
     rids = _rids(body.get("rid"), counts)
+    stream = _flag(body, "stream")
     members: list[sequences.Sequence] = []
     for prompt, params, count in zip(prompts, settings, counts, strict=True):
-        samplings = _samplings(params, count, len(prompt), limits)
+        samplings = _samplings(params, count, len(prompt), limits, stream=stream)
         for sampling in samplings:
             index = len(members)
             members.append(sequences.Sequence(rid=rids[index], prompt=prompt, sampling=sampling, sink=sink, index=index))
     return Call(
         sequences=tuple(members),
-        stream=_flag(body, "stream"),
+        stream=stream,
         return_logprob=_flag(body, "return_logprob"),
         batch=batch or total > 1,
         texts=texts,
@@ -126,8 +127,8 @@ def _token_arrays(rows: Sequence[Any], limits: Limits) -> list[np.ndarray[Any, n
     return arrays
 
 
-def _samplings(params: Json, count: int, prompt_tokens: int, limits: Limits) -> list[Sampling]:
-    """One per sample of a prompt; sample i > 0 draws from seed + i."""
+def _samplings(params: Json, count: int, prompt_tokens: int, limits: Limits, *, stream: bool) -> list[Sampling]:
+    """One per sample of a prompt; sample i > 0 draws from seed + i. Without a stream there is nothing to tell before the end."""
     _refuse_unknown(params, SAMPLING, OFF_SAMPLING, "sampling parameter")
     room = limits.context - prompt_tokens
     max_new = _number(params, "max_new_tokens", int, min(DEFAULT_MAX_NEW_TOKENS, max(room, 1)), low=1)
@@ -150,13 +151,14 @@ def _samplings(params: Json, count: int, prompt_tokens: int, limits: Limits) -> 
         seed = int.from_bytes(os.urandom(8), "little")
     elif type(seed) is not int:
         raise BadRequest(f"sampling_seed must be an integer, not {seed!r}")
+    interval = _number(params, "stream_interval", int, 1, low=1)
     shared: Json = {
         "max_new_tokens": max_new,
         "temperature": _number(params, "temperature", float, 1.0, low=0),
         "top_p": top_p,
         "top_k": top_k,
         "stop_token_ids": tuple(dict.fromkeys([*([] if _flag(params, "ignore_eos") else limits.eos_token_ids), *stops])),
-        "stream_interval": _number(params, "stream_interval", int, 1, low=1),
+        "stream_interval": interval if stream else None,
     }
     return [Sampling(seed=(seed + sample) % 2**64, **shared) for sample in range(count)]
 
