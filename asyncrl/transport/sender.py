@@ -20,6 +20,7 @@ from asyncrl.transport.envelopes import pack
 from asyncrl.transport.link import HEARTBEAT_SECONDS, SILENCE_SECONDS, Link, error_of
 from asyncrl.transport.records import Incoming
 
+WRITE_BYTES = 128 * 1024  # when so much waits it is written at once, so that the broker works while the next are encoded
 EAGER_BYTES = 256 * 1024  # most that is written without credit in hand
 
 
@@ -51,6 +52,7 @@ class QueueSender:
         self._at_beat = (0, 0, 0)  # beat, announced and sent when it was sent
         self._waiting: deque[tuple[int, int, asyncio.Future[None]]] = deque()  # (first, end, future), in order
         self._flush_due = False
+        self._unwritten_bytes = 0  # of what was sent since the last flush
 
     async def send(self, messages: Sequence[Message]) -> None:
         """Return when every message is accepted (or dropped as a duplicate). A cancelled caller has sent them all the same.
@@ -72,7 +74,11 @@ class QueueSender:
         self._outbox.extend(packed)
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((first, self._next, accepted))
-        self._flush_soon()
+        self._unwritten_bytes += sum(len(incoming.payload) for incoming in packed)
+        if self._unwritten_bytes >= WRITE_BYTES:
+            self._flush()
+        else:
+            self._flush_soon()
         await accepted
 
     async def close(self) -> None:
@@ -137,6 +143,7 @@ class QueueSender:
 
     def _flush(self) -> None:
         self._flush_due = False
+        self._unwritten_bytes = 0
         end = self._next
         if self._sent < self._granted:
             self._write(min(self._granted, end))
