@@ -35,6 +35,7 @@ def test_greedy_tokens_and_log_probs_are_transformers(tmp_path, architecture, ti
     model = load(tiny_model(tmp_path, architecture=architecture, tie=tie))
     prompts = random_prompts(12, longest=30)
     with Harness(model) as engine:
+        assert engine.loop._runner._lean is not None
         updates = engine.run(*(sequence(prompt, temperature=0, max_new_tokens=20) for prompt in prompts))
     for prompt, update in zip(prompts, updates, strict=True):
         assert update.token_ids.tolist() == reference_greedy(model, prompt, 20)
@@ -49,6 +50,7 @@ def test_other_architectures_go_through_transformers_own_forward_pass(tmp_path, 
     model = load(tiny_model(tmp_path, architecture=architecture, **overrides))
     prompts = random_prompts(6, longest=30)
     with Harness(model, max_slots=4) as engine:
+        assert engine.loop._runner._lean is None
         updates = engine.run(*(sequence(prompt, seed=seed, max_new_tokens=20) for seed, prompt in enumerate(prompts)))
     for prompt, update in zip(prompts, updates, strict=True):
         np.testing.assert_allclose(update.log_probs, reference_log_probs(model, prompt, update.token_ids), atol=1e-4)

@@ -40,6 +40,7 @@ class SlotCache(Cache):
         self._context = context
         self._all_rows = torch.arange(max_slots, device=device)
         self._rows = self._all_rows[:0]
+        self._count = 0
         self._places: dict[int, torch.Tensor] = {}
         self._columns = self._all_rows[:0]
         self._chunk: slice | None = None
@@ -47,7 +48,8 @@ class SlotCache(Cache):
 
     def target_decode(self, columns_N: torch.Tensor, length: int) -> None:
         """The next pass writes one token of slot i at columns[i] (int64[N]) and reads slots 0 … N−1 up to `length` tokens."""
-        self._rows, self._columns = self._all_rows[: len(columns_N)], columns_N
+        self._count = columns_N.shape[0]
+        self._rows, self._columns = self._all_rows[: self._count], columns_N
         self._chunk, self._length = None, length
         self._places = {}
 
@@ -61,10 +63,10 @@ class SlotCache(Cache):
         """[N, H, Q, D] in; [N, H, length, D] out (while decoding, views of the cache)."""
         keys, values, rows, length = self._keys[layer_idx], self._values[layer_idx], self._rows, self._length
         if self._chunk is None:
-            places = self._decode_places(keys.shape[1])
-            self._flat[2 * layer_idx].index_copy_(0, places, key_states.reshape(len(places), -1))
-            self._flat[2 * layer_idx + 1].index_copy_(0, places, value_states.reshape(len(places), -1))
-            return keys[: len(rows), :, :length], values[: len(rows), :, :length]
+            places, count = self._decode_places(keys.shape[1]), self._count
+            self._flat[2 * layer_idx].index_copy_(0, places, key_states.reshape(-1, key_states.shape[3]))
+            self._flat[2 * layer_idx + 1].index_copy_(0, places, value_states.reshape(-1, value_states.shape[3]))
+            return keys[:count, :, :length], values[:count, :, :length]
         keys[:, :, self._chunk].index_copy_(0, rows, key_states)
         values[:, :, self._chunk].index_copy_(0, rows, value_states)
         if self._chunk.start == 0:
