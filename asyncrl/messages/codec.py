@@ -45,11 +45,13 @@ _GROUP_FIELDS = (
 )  # fmt: skip
 _TRAJECTORY_ARRAYS = ("prompt_tokens", "response_tokens", "loss_mask", "log_probs", "versions")
 _GROUP_ARRAYS = (*_TRAJECTORY_ARRAYS, "members", "lengths", "rewards")  # then one per component, whose names are a field
+_TRAJECTORY_PARTS, _GROUP_PARTS = _TRAJECTORY_FIELDS + _TRAJECTORY_ARRAYS, _GROUP_FIELDS + _GROUP_ARRAYS
 _TRAJECTORY_DTYPES = ["<i4", "<i4", "|b1", "<f4", "<i4"]
 _GROUP_DTYPES = [*_TRAJECTORY_DTYPES, "<i4", "<i4", "<f4"]
 _COMPONENT_DTYPE = "<f4"
 
 _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("<i4", "<f4", "|b1")}
+_INT32, _FLOAT32, _BOOL = _DTYPES.values()
 _FINISH_REASONS = frozenset(("stop", "length", "abort", "failed"))
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _CONTAINERS = frozenset((list, tuple, dict))
@@ -111,14 +113,14 @@ def from_payload(payload: Frame) -> Message:
     if start > len(view):
         raise TruncatedFrame(f"the payload announces a header of {header_bytes} bytes and has {len(view)} in all")
     tag, fields, names, sizes = _header(view[_LENGTH_BYTES : _LENGTH_BYTES + header_bytes])
-    whole = {"<i4": np.frombuffer(view, np.int32), "|b1": np.frombuffer(view, np.bool_), "<f4": np.frombuffer(view, np.float32)}
-    arrays = []
+    integers = np.frombuffer(view, _INT32)
+    whole = {"<i4": (integers, 4), "<f4": (integers.view(_FLOAT32), 4), "|b1": (integers.view(_BOOL), 1)}
+    arrays: list[Array] = []
     for name, size in zip(names, sizes, strict=True):
-        of = whole[name]
-        first = start // of.itemsize
+        of, width = whole[name]
+        first = start // width
         arrays.append(of[first : first + size])
-        start += size * of.itemsize
-        start += -start & 7
+        start += size * width + 7 & -8
     if start != len(view):
         raise TruncatedFrame(f"the payload announces {start} bytes, found {len(view)}")
     return _put_together(tag, fields, arrays)
@@ -159,9 +161,9 @@ def _no_extension(code: int, _data: bytes) -> Any:
 def _dtypes(tag: str, fields: Sequence[Any]) -> list[str]:
     """The dtypes of a message with this tag; those of a scored group depend on its components. Checks the number of fields."""
     if tag == TRAJECTORY:
-        _check(len(fields) == len(_TRAJECTORY_FIELDS), f"a trajectory has {len(_TRAJECTORY_FIELDS)} fields", len(fields))
+        _check(len(fields) == 12, "a trajectory has 12 fields", len(fields))
         return _TRAJECTORY_DTYPES
-    _check(len(fields) == len(_GROUP_FIELDS), f"a scored group has {len(_GROUP_FIELDS)} fields", len(fields))
+    _check(len(fields) == 10, "a scored group has 10 fields", len(fields))
     names = fields[3]
     _check(_list_of(names, _is_text) and len(set(names)) == len(names), "components have names, each once", names)
     return _GROUP_DTYPES + [_COMPONENT_DTYPE] * len(names)
@@ -178,11 +180,10 @@ def _take_apart(message: Message) -> tuple[bytes, list[Array]]:
         fields[3] = list(message.components)
         arrays += message.components.values()
     try:
-        names = [array.dtype.str for array in arrays]
-        expected = _dtypes(tag, fields)
-        if names != expected or any(array.ndim != 1 for array in arrays):
+        names = _dtypes(tag, fields)
+        if [array.dtype for array in arrays] != [_DTYPES[name] for name in names] or {array.ndim for array in arrays} != {1}:
             found = [f"{array.dtype}{list(array.shape)}" for array in arrays]
-            raise MalformedFrame(f"its arrays are one-dimensional, of {expected}; found {found}")
+            raise MalformedFrame(f"its arrays are one-dimensional, of {names}; found {found}")
         _check_parts(tag, fields, arrays)
         sizes = [array.size for array in arrays]
         return msgpack.packb([tag, SCHEMA_VERSION, fields, names, sizes], unicode_errors="surrogatepass"), arrays
@@ -199,10 +200,10 @@ def _put_together(tag: str, fields: list[Any], arrays: list[Array]) -> Message:
     _check_parts(tag, fields, arrays)
     if tag == TRAJECTORY:
         fields[0] = TrajectoryId._make(fields[0])
-        return _filled(Trajectory, zip(_TRAJECTORY_FIELDS + _TRAJECTORY_ARRAYS, fields + arrays, strict=True))
+        return _filled(Trajectory, zip(_TRAJECTORY_PARTS, fields + arrays, strict=True))
     fields[0] = GroupId._make(fields[0])
     fields[3] = dict(zip(fields[3], arrays[len(_GROUP_ARRAYS) :], strict=True))
-    return _filled(ScoredGroup, zip(_GROUP_FIELDS + _GROUP_ARRAYS, fields + arrays[: len(_GROUP_ARRAYS)], strict=True))
+    return _filled(ScoredGroup, zip(_GROUP_PARTS, fields + arrays[: len(_GROUP_ARRAYS)], strict=True))
 
 
 def _filled(kind: type[_Kind], values: Iterable[tuple[str, Any]]) -> _Kind:

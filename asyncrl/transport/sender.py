@@ -64,7 +64,8 @@ class QueueSender:
         if not packed:
             return
         capacity_bytes = self._capacity_bytes or await self._open()
-        largest = max(len(incoming.payload) for incoming in packed)
+        sizes = [len(incoming.payload) for incoming in packed]
+        largest = max(sizes)
         if largest > capacity_bytes:
             raise MessageTooLarge(
                 f"a message of {largest} bytes can never fit topic {self._topic}, which holds {capacity_bytes}: "
@@ -74,7 +75,7 @@ class QueueSender:
         self._outbox.extend(packed)
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((first, self._next, accepted))
-        self._unwritten_bytes += sum(len(incoming.payload) for incoming in packed)
+        self._unwritten_bytes += sum(sizes)
         if self._unwritten_bytes >= WRITE_BYTES:
             self._flush()
         else:

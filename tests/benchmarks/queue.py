@@ -6,8 +6,8 @@ makes both calls, so that no `get` comes too early and nothing is wasted on aski
 baseline.
 
 Ours. Producer, broker and consumer are three processes, on uvloop as the services are. The application calls `send([sample])`
-once per sample, from 64 coroutines; how many samples then share a socket write is the client's business, and no call carries
-more than one. The consumer takes what is there. The same figure stands against both baselines; for information, `awaited` is our
+once per sample, from as many coroutines as the rollouter has trajectories in flight by default (rollout.max_concurrent); how many
+samples then share a socket write is the client's business, and no call carries more than one. The consumer takes what is there. The same figure stands against both baselines; for information, `awaited` is our
 rate when each `send` is awaited before the next. A rate counts from the first send to the moment when the consumer has decoded
 the last sample.
 
@@ -46,6 +46,7 @@ from asyncrl.transport.topic import TopicSpec
 
 SAMPLE_BYTES = 8192
 OUTSTANDING = 64
+CONCURRENT = 256
 CAPACITY = 256
 ROUNDS = 3
 SAMPLES = 20_000
@@ -202,7 +203,7 @@ def main() -> int:
     for _ in range(ROUNDS):
         for outstanding in RAY_SAMPLES:
             baseline[outstanding] = max(baseline[outstanding], ray_rate(outstanding))
-        rate, right = our_rate(SAMPLES, OUTSTANDING)
+        rate, right = our_rate(SAMPLES, CONCURRENT)
         ours, intact = max(ours, rate), intact and right
         rate, right = our_rate(AWAITED_SAMPLES, 1)
         awaited, intact = max(awaited, rate), intact and right
