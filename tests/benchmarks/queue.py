@@ -7,9 +7,9 @@ baseline.
 
 Ours. Producer, broker and consumer are three processes, on uvloop as the services are. The application calls `send([sample])`
 once per sample, from as many coroutines as the rollouter has trajectories in flight by default (rollout.max_concurrent); how many
-samples then share a socket write is the client's business, and no call carries more than one. The consumer takes what is there. The same figure stands against both baselines; for information, `awaited` is our
-rate when each `send` is awaited before the next. A rate counts from the first send to the moment when the consumer has decoded
-the last sample.
+samples then share a socket write is the client's business, and no call carries more than one. The consumer takes what is there.
+The same figure stands against both baselines; for information, `awaited` is our rate when each `send` is awaited before the
+next. A rate counts from the first send to the moment when the consumer has decoded the last sample.
 
 Checked in every run of ours: all samples arrive, each once, in order, and the topic never held more than its capacity.
 Each figure is the best of several rounds, ours and the baseline's taken in turn, so that a noisy neighbour hits both.
