@@ -1,4 +1,4 @@
-"""Making a built-in model: a tiny Qwen2 over characters, warmed up until it answers about two prompts in five.
+"""Making a built-in model: a tiny Qwen2 over characters, warmed up on partly wrong answers until a third of its own are right.
 
     examples ──▶ warm-up (SFT on most, accuracy read off the rest) ──▶ folder aside ──rename──▶ cache
 
@@ -23,22 +23,25 @@ from asyncrl.engines.builtin.characters import NUM_TOKENS, character_tokenizer, 
 from asyncrl.errors import RunError, UserError
 
 log = logging.getLogger(__name__)
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 CONTEXT_TOKENS = 256
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the warm-up goes. `target_accuracy` is sampled accuracy at temperature 1 on examples set aside (one in
-    `probe_one_in`), read before every `probe_every`-th step."""
+    """How the warm-up goes. Of the answers that it shows, the share `wrong_answers` belong to other prompts: the model comes to
+    know more than it says, which is what a reward can bring out. `target_accuracy` is sampled accuracy at temperature 1 on
+    examples set aside (one in `probe_one_in`), read every `probe_every` steps; the rate rises over `rise_steps`."""
 
-    target_accuracy: float = 0.37
-    max_steps: int = 2000
+    target_accuracy: float = 0.34
+    wrong_answers: float = 0.4
+    max_steps: int = 3000
     batch: int = 64
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
+    rise_steps: int = 20
     probe_one_in: int = 5
-    probe_every: int = 1
+    probe_every: int = 10
 
 
 def default_cache_dir() -> Path:
@@ -150,8 +153,11 @@ def _warm_up(model: Any, ids: Any, labels: Any, recipe: Recipe) -> tuple[int, fl
                 accuracy = float(_answer_log_probs(model, ids[probe], labels[probe]).exp().mean())
             if accuracy >= recipe.target_accuracy:
                 return step, accuracy
-        picked = training[torch.randint(len(training), (recipe.batch,))]
-        loss = -_answer_log_probs(model, ids[picked], labels[picked]).mean()
+        asked = training[torch.randint(len(training), (recipe.batch,))]
+        others = training[torch.randint(len(training), (recipe.batch,))]
+        told = torch.where(torch.rand(recipe.batch) < recipe.wrong_answers, others, asked)
+        optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, (step + 1) / recipe.rise_steps)
+        loss = -_answer_log_probs(model, *_answered(ids, labels, asked, told)).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -160,6 +166,18 @@ def _warm_up(model: Any, ids: Any, labels: Any, recipe: Recipe) -> tuple[int, fl
         f"the warm-up reached an accuracy of {accuracy:.2f} in {recipe.max_steps} steps, and {recipe.target_accuracy} "
         "was asked for: give more examples, or a lower Recipe.target_accuracy"
     )
+
+
+def _answered(ids: Any, labels: Any, asked: Any, told: Any) -> tuple[Any, Any]:
+    """(ids, labels), int64[B, T]: the prompts of rows `asked` with the answers of rows `told`, each right behind its prompt."""
+    import torch
+
+    first_answer = (labels != IGNORED).int().argmax(1)
+    positions = torch.arange(ids.shape[1])[None] - first_answer[asked][:, None]
+    source = (positions + first_answer[told][:, None]).clamp(0, ids.shape[1] - 1)
+    answer, answer_labels = ids[told].gather(1, source), labels[told].gather(1, source)
+    in_prompt = positions < 0
+    return torch.where(in_prompt, ids[asked], answer), torch.where(in_prompt, IGNORED, answer_labels)
 
 
 def _answer_log_probs(model: Any, ids: Any, labels: Any) -> Any:
