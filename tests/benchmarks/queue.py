@@ -1,9 +1,7 @@
 """The queue against a Ray actor around a deque: 8 KB samples, every sample a message of its own.
 
-Baseline. A Ray actor holds a deque with `put` and `get`; a sample has passed when a `put` and a `get` for it have returned.
-*One at a time*: each call is awaited before the next. *64 outstanding*: puts and gets in turn, 64 calls in flight. One client
-makes both calls, so that no `get` comes too early and nothing is wasted on asking again; two processes in all, which favours the
-baseline.
+Baseline. A Ray actor holds a deque with `put` and `get`; as with ours, a producer and a consumer in processes of their own call
+it. *One at a time*: each awaits a call before the next. *64 outstanding*: each has 64 calls in flight. A call carries one sample.
 
 Ours. Producer, broker and consumer are three processes, on uvloop as the services are. The application calls `send([sample])`
 once per sample, from as many coroutines as the rollouter has trajectories in flight by default (rollout.max_concurrent); how many
@@ -49,7 +47,7 @@ OUTSTANDING = 64
 CONCURRENT = 256
 CAPACITY = 256
 ROUNDS = 3
-SAMPLES = 20_000
+SAMPLES = 40_000
 AWAITED_SAMPLES = 3_000
 RAY_SAMPLES = {1: 1_000, OUTSTANDING: 4_000}
 LIMITS = {"one_at_a_time": 15.0, "64_outstanding": 10.0}
@@ -89,30 +87,47 @@ class DequeActor:
     def put(self, item: bytes) -> None:
         self._items.append(item)
 
-    def get(self) -> bytes:
-        return self._items.popleft()
+    def get(self) -> bytes | None:
+        return self._items.popleft() if self._items else None
 
 
-def pass_through(queue, item: bytes, count: int, outstanding: int) -> None:
-    """`count` samples through the actor with at most `outstanding` calls unanswered."""
-    waiting: collections.deque = collections.deque()
-    for _ in range(count):
-        for call in (lambda: queue.put.remote(item), queue.get.remote):
+@ray.remote(num_cpus=0)
+class Producer:
+    def run(self, queue, count: int, outstanding: int) -> float:
+        """Put `count` samples, at most `outstanding` calls unanswered; when the first was sent."""
+        item, waiting = os.urandom(SAMPLE_BYTES), collections.deque()
+        began = time.perf_counter()
+        for _ in range(count):
             if len(waiting) == outstanding:
                 ray.get(waiting.popleft(), timeout=TIMEOUT)
-            waiting.append(call())
-    ray.get(list(waiting), timeout=TIMEOUT)
+            waiting.append(queue.put.remote(item))
+        ray.get(list(waiting), timeout=TIMEOUT)
+        return began
+
+
+@ray.remote(num_cpus=0)
+class Consumer:
+    def run(self, queue, count: int, outstanding: int) -> float:
+        """Get `count` samples, asking again where the deque was empty; when the last was there."""
+        waiting: collections.deque = collections.deque()
+        taken = 0
+        while taken < count:
+            if len(waiting) < min(outstanding, count - taken):
+                waiting.append(queue.get.remote())
+            elif ray.get(waiting.popleft(), timeout=TIMEOUT) is not None:
+                taken += 1
+        return time.perf_counter()
 
 
 def ray_rate(outstanding: int) -> float:
     """Samples per second through the actor."""
-    queue, item = DequeActor.remote(), os.urandom(SAMPLE_BYTES)
-    pass_through(queue, item, OUTSTANDING, outstanding)  # started, connected, and warm
-    began = time.perf_counter()
-    pass_through(queue, item, RAY_SAMPLES[outstanding], outstanding)
-    rate = RAY_SAMPLES[outstanding] / (time.perf_counter() - began)
-    ray.kill(queue)
-    return rate
+    queue, producer, consumer = DequeActor.remote(), Producer.remote(), Consumer.remote()
+    for count in (OUTSTANDING, RAY_SAMPLES[outstanding]):  # the first round starts, connects and warms
+        calls = [end.run.remote(queue, count, outstanding) for end in (producer, consumer)]
+        began, ended = ray.get(calls, timeout=TIMEOUT)
+    for actor in (queue, producer, consumer):
+        ray.kill(actor)
+    return count / (ended - began)
 
 
 # ── ours ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
