@@ -54,10 +54,11 @@ class Run:
     def reading_at(self, step: int) -> Reading:
         """Wait for `step`, then read."""
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while len(rows := self._rows()) < step:
+        path = self._run.run_dir / "metrics.jsonl"
+        while not path.exists() or path.read_bytes().count(b"\n") < step:
             assert not self._run.done, self._run.wait()
             assert time.monotonic() < deadline, f"step {step} did not come within {DEADLINE_SECONDS:.0f} s"
-            time.sleep(0.02)
+            time.sleep(0.25)
         status = self._run.status()
         self._names = {row["pid"]: row["name"] for row in status["services"]}
         decode = sum(row["forward_cpu_seconds"] for row in status["services"] if row["name"].startswith("inference/"))
