@@ -40,7 +40,7 @@ from asyncrl.messages import GroupId, ScoredGroup
 from asyncrl.protocols import FleetView, GenerateRequest, MemberRequest, SamplingParams, ServerView, TrainBatch
 from tests.models import tiny_model
 
-GROUPS, MEMBERS, PROMPT_TOKENS, RESPONSE_TOKENS = 6, 8, 40, 32
+GROUPS, MEMBERS, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 4, 8, 48
 WARM_STEPS = 4
 LIMITS = {"speed_up": 1.5, "bound_0_cost": 1.15, "compute_share": 0.85}
 
