@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.tracking.bulk_sql import BulkSql
 from asyncrl.tracking.spool import EndStatus, Record, RunFacts
 
 PARAMS_PER_CALL = 100  # MLflow's limits
@@ -45,6 +46,7 @@ class MlflowStore:
             logging.getLogger(chatty).setLevel(logging.WARNING)
         self._uri = uri
         self._client: Any = MlflowClient(tracking_uri=uri)
+        self._bulk = _bulk_sql(self._client) if uri.startswith("sqlite:") else None
 
     def create(self, facts: RunFacts) -> str:
         run = self._client.create_run(
@@ -64,6 +66,9 @@ class MlflowStore:
         from mlflow.entities import Metric
 
         assert len(records) <= METRICS_PER_CALL, len(records)
+        if self._bulk is not None:
+            self._bulk.write(run_id, records)
+            return
         self._client.log_batch(run_id, metrics=[Metric(r.name, r.value, r.milliseconds, r.step) for r in records])
 
     def artifact(self, run_id: str, path: Path) -> None:
@@ -89,6 +94,15 @@ class MlflowStore:
             self._client.restore_experiment(found.experiment_id)
         experiment_id: str = found.experiment_id
         return experiment_id
+
+
+def _bulk_sql(client: Any) -> BulkSql | None:
+    """The short way into a SQLite file, where this MLflow's insides are those that it was written for."""
+    tracking = getattr(client, "_tracking_client", None)
+    if tracking is None or not hasattr(tracking, "store"):
+        return None
+    bulk = BulkSql(tracking.store)
+    return bulk if bulk.fits else None
 
 
 def artifact_location(uri: str, experiment: str) -> str | None:

@@ -14,7 +14,7 @@ from asyncrl.tracking import mlflow_tracker
 from asyncrl.tracking.facts import flattened, name_of, tags
 from asyncrl.tracking.mlflow_tracker import MlflowTracker
 from asyncrl.tracking.replay import replay
-from asyncrl.tracking.spool import RunFacts, read_spool
+from asyncrl.tracking.spool import Record, RunFacts, read_spool
 from asyncrl.tracking.store import MlflowStore, absolute_uri
 from tests.tracking.stores import FakeStore
 
@@ -150,6 +150,27 @@ def test_a_real_store_holds_what_was_logged(tmp_path):
         assert ("version.torch", "2") in read("select key, value from tags")
     database.close()
     assert list((tmp_path / "mlruns").rglob("config.yaml"))
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:sqlalchemy.exc.SADeprecationWarning")
+def test_the_short_way_into_sqlite_leaves_the_rows_that_mlflow_itself_would(tmp_path):
+    batches = [
+        [Record("a", 1.0, 10, 1), Record("a", 2.0, 10, 1), Record("b", float("nan"), 10, 1), Record("c", float("-inf"), 10, 1)],
+        [Record("a", 0.5, 20, 0), Record("b", 4.0, 20, 2), Record("b", float("nan"), 30, 2), Record("a", 1.0, 10, 1)],
+        [Record("b", 5.0, 20, 2), Record("a", 3.0, 40, 3)],
+    ]
+    stores = [MlflowStore(f"sqlite:///{tmp_path}/{name}.db") for name in ("ours", "theirs")]
+    assert stores[0]._bulk is not None
+    stores[1]._bulk = None
+    tables = []
+    for store, name in zip(stores, ("ours", "theirs"), strict=True):
+        run_id = store.create(RunFacts("", "e", "r", {}, {}, 0))
+        for batch in [*batches, batches[0]]:
+            store.metrics(run_id, batch)
+        with sqlite3.connect(tmp_path / f"{name}.db") as database:
+            columns = "key, value, timestamp, step, is_nan"
+            tables.append([sorted(database.execute(f"select {columns} from {t}")) for t in ("metrics", "latest_metrics")])
+    assert tables[0] == tables[1]
 
 
 def test_a_configuration_becomes_parameters():
