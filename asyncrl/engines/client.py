@@ -1,13 +1,12 @@
-"""The client of one or more inference servers that speak SGLang's protocol: one streaming call per group, one chunk per member.
+"""The client of one or more inference servers that speak SGLang's protocol: one chunk per member, groups share calls.
 
-generate ─▶ route (least loaded that takes traffic; waits for one) ─▶ POST /generate ─▶ a completion per finished member
+generate ─▶ route (least loaded that takes traffic; waits for one) ─▶ shared call ─▶ a completion per finished member
 update(view) ─┘                                                         └─ anything that goes wrong: completions with `failure`
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
@@ -17,14 +16,13 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.engines.shared_call import ABORT_SECONDS, NOT_SGLANG, Part, RefusedInCompany, SharedCall
 from asyncrl.errors import GenerationFailed
 from asyncrl.messages import FinishReason
 from asyncrl.protocols import Completion, FleetView, GenerateRequest, PolicyVersion, ServerView
 
 log = logging.getLogger(__name__)
-WHOLE_RESPONSE = 1 << 30  # stream_interval: no chunk before the end
 CONNECT_SECONDS = 10.0
-ABORT_SECONDS = 10.0
 Failures = (aiohttp.ClientError, OSError, TimeoutError, GenerationFailed)
 
 
@@ -46,6 +44,8 @@ class FleetClient:
         self._load: dict[str, int] = {}
         self._urls: dict[str, str] = {}  # rid to the server that has it
         self._session: aiohttp.ClientSession | None = None
+        self._calls: dict[str, SharedCall] = {}  # the newest, by server
+        self._background: set[asyncio.Task[None]] = set()  # calls and aborts
 
     def update(self, view: FleetView) -> None:
         """The newest view of the fleet; calls that wait for a server look again."""
@@ -76,9 +76,12 @@ class FleetClient:
         for rid in rids:
             if rid in self._urls:
                 by_url.setdefault(self._urls[rid], []).append(rid)
-        await asyncio.gather(*(self._abort_on(url, rid) for url, mine in by_url.items() for rid in mine))
+        await asyncio.gather(*(self._abort_on(url, mine) for url, mine in by_url.items()))
 
     async def close(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -96,102 +99,71 @@ class FleetClient:
         self, server: ServerView, request: GenerateRequest, deadline: float
     ) -> AsyncGenerator[Completion, None]:
         """Completions as the server sends them. Raises one of `Failures` when it stops doing so."""
-        left = {member.rid for member in request.members}
-        self._urls.update(dict.fromkeys(left, server.url))
-        self._load[server.name] = self._load.get(server.name, 0) + len(left)
-        response: aiohttp.ClientResponse | None = None
+        part = Part(request)
+        unused = set(part.left)
+        self._urls.update(dict.fromkeys(unused, server.url))
+        self._load[server.name] = self._load.get(server.name, 0) + len(unused)
+        call = self._join(server, part)
+        timer = asyncio.get_running_loop().call_at(deadline, part.fail, TimeoutError())
         try:
-            async with asyncio.timeout_at(deadline):
-                response = await self._post(server, _payload(request, server))
-            async with aclosing(_events(response.content, deadline)) as events:
-                async for payload in events:
-                    if payload["meta_info"].get("finish_reason") is None:
-                        continue
-                    member = request.members[payload.get("index", 0)]
-                    completion = _completion(payload, member.index, server, self._view.incarnation)
-                    left.discard(member.rid)
+            while True:
+                try:
+                    events = await part.arrived()
+                except RefusedInCompany:
+                    self._leave(call, part)
+                    call = self._join(server, part, is_alone=True)
+                    continue
+                if not events:
+                    return
+                for member, event in events:
+                    completion = _completion(event, member.index, server, self._view.incarnation)
+                    unused.discard(member.rid)
                     self._forget(server, [member.rid])
                     yield completion
-            if left:
-                raise GenerationFailed(f"the stream ended with {len(left)} of {len(request.members)} responses outstanding")
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except NOT_SGLANG as error:
             raise GenerationFailed(f"its answer is not SGLang's: {type(error).__name__}: {error}") from error
         finally:
-            self._forget(server, left)
-            if response is not None and left:
-                response.close()  # the server sees it, and ends what is left
-            elif response is not None:
-                response.release()
+            timer.cancel()
+            self._forget(server, unused)
+            self._leave(call, part)
+
+    def _join(self, server: ServerView, part: Part, *, is_alone: bool = False) -> SharedCall:
+        """The call that is about to be sent to this server, or a new one."""
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        call = self._calls.get(server.name)
+        if is_alone or call is None or not call.admits(server, part):
+            call = self._calls[server.name] = SharedCall(self._session, server, self._abort_on, is_alone=is_alone)
+            self._keep(call.task)
+        part.again()
+        call.join(part)
+        return call
+
+    def _leave(self, call: SharedCall, part: Part) -> None:
+        if (abort := call.leave(part)) is not None:
+            self._keep(asyncio.get_running_loop().create_task(abort))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _forget(self, server: ServerView, rids: Collection[str]) -> None:
         self._load[server.name] -= len(rids)
         for rid in rids:
             self._urls.pop(rid, None)
 
-    async def _post(self, server: ServerView, payload: dict[str, Any]) -> aiohttp.ClientResponse:
-        if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-            self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        response = await self._session.post(f"{server.url}/generate", json=payload)
-        if response.status != 200:
-            text = await response.text()
-            response.release()
-            raise GenerationFailed(f"HTTP {response.status}: {text[:500]}")
-        return response
-
-    async def _abort_on(self, url: str, rid: str) -> None:
+    async def _abort_on(self, url: str, rids: Sequence[str]) -> None:
+        """SGLang takes one id a call."""
         if self._session is None:
             return
         try:
-            async with asyncio.timeout(ABORT_SECONDS), self._session.post(f"{url}/abort_request", json={"rid": rid}):
-                pass
+            async with asyncio.timeout(ABORT_SECONDS):
+                for rid in rids:
+                    async with self._session.post(f"{url}/abort_request", json={"rid": rid}):
+                        pass
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.warning("abort of %s at %s: %s", rid, url, error)
-
-
-def _payload(request: GenerateRequest, server: ServerView) -> dict[str, Any]:
-    """One call for the whole group. `extra_key` keeps apart the prefixes that SGLang caches under different versions."""
-    sampling = request.sampling
-    shared: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "ignore_eos": sampling.ignore_eos,
-        "stream_interval": WHOLE_RESPONSE,
-    }
-    if sampling.stop_token_ids:
-        shared["stop_token_ids"] = list(sampling.stop_token_ids)
-    prompt = request.prompt_tokens.tolist()
-    return {
-        "input_ids": [prompt] * len(request.members),
-        "sampling_params": [{**shared, "sampling_seed": member.seed} for member in request.members],
-        "rid": [member.rid for member in request.members],
-        "extra_key": f"version {server.version}",
-        "return_logprob": True,
-        "stream": True,
-    }
-
-
-async def _events(content: aiohttp.StreamReader, deadline: float) -> AsyncGenerator[dict[str, Any], None]:
-    """The JSON objects of a server-sent event stream, up to [DONE]. Raises TimeoutError at the deadline."""
-    rest = b""
-    while True:
-        async with asyncio.timeout_at(deadline):
-            chunk = await content.readany()
-        if not chunk:
-            return
-        *events, rest = (rest + chunk).split(b"\n\n")
-        for event in events:
-            data = event.removeprefix(b"data:").strip()
-            if data == b"[DONE]":
-                async with asyncio.timeout_at(deadline):
-                    await content.read()
-                return
-            payload = json.loads(data)
-            if "error" in payload:
-                raise GenerationFailed(f"the server says: {payload['error']}")
-            yield payload
+            log.warning("abort of %d requests at %s: %s", len(rids), url, error)
 
 
 def _completion(payload: Mapping[str, Any], index: int, server: ServerView, incarnation: int) -> Completion:

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 
+import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
@@ -225,3 +226,73 @@ async def test_a_stream_that_ends_early_fails_the_members_left():
         completions = await collect(client, group(members=2))
     assert completions[0].failure is None
     assert "1 of 2 responses outstanding" in (completions[1].failure or "")
+
+
+# ---- groups that share a call
+
+
+@contextlib.asynccontextmanager
+async def counting(monkeypatch) -> AsyncIterator[list[str]]:
+    """The paths that clients post to."""
+    posts: list[str] = []
+    post = aiohttp.ClientSession.post
+
+    def counted(session, url, **options):
+        posts.append(url.rsplit("/", 1)[1])
+        return post(session, url, **options)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "post", counted)
+    yield posts
+
+
+async def test_groups_asked_for_at_one_moment_share_a_call_and_answer_as_if_alone(model, monkeypatch):
+    async with real_engine(model) as client, counting(monkeypatch) as posts:
+        seeds = (0, 100, 200)
+        together = await asyncio.gather(*(collect(client, group(members=3, seed=seed)) for seed in seeds))
+        assert posts == ["generate"]
+        for seed, completions in zip(seeds, together, strict=True):
+            alone = await collect(client, group(members=3, seed=seed))
+            assert {i: c.token_ids.tolist() for i, c in completions.items()} == {
+                i: c.token_ids.tolist() for i, c in alone.items()
+            }
+
+
+async def test_a_group_that_leaves_a_shared_call_is_aborted_and_its_neighbour_is_not(model, monkeypatch):
+    async with serving(model) as (server, url), counting(monkeypatch) as posts:
+        client = FleetClient(fixed_fleet({"inference/0": url}))
+        stays = asyncio.create_task(collect(client, group(members=2, max_new=110, ignore_eos=True)))
+        leaves = asyncio.create_task(collect(client, group(members=2, max_new=110, ignore_eos=True, seed=50)))
+        while server.engine.stats.generated_tokens == 0:  # noqa: ASYNC110 - another thread's state, which tells nobody
+            await asyncio.sleep(0.001)
+        leaves.cancel()
+        assert [completion.failure for completion in (await stays).values()] == [None, None]
+        assert posts == ["generate", "abort_request", "abort_request"]
+        assert server.engine.stats.aborted == 2
+        await client.close()
+
+
+async def test_a_deadline_in_a_shared_call_is_one_groups_own(model):
+    async with real_engine(model) as client:
+        short = group(members=2, max_new=110, ignore_eos=True, timeout=0.005, seed=50)
+        fine, late = await asyncio.gather(collect(client, group(members=2, max_new=110, ignore_eos=True)), collect(client, short))
+        assert [completion.failure for completion in fine.values()] == [None, None]
+        assert all("within 0.005 s" in (completion.failure or "") for completion in late.values())
+
+
+async def test_a_request_that_is_refused_does_not_fail_its_neighbours(model, monkeypatch):
+    async with real_engine(model) as client, counting(monkeypatch) as posts:
+        bad = group(members=2, max_new=500, seed=50)
+        fine, refused = await asyncio.gather(collect(client, group(members=2)), collect(client, bad))
+        assert [completion.failure for completion in fine.values()] == [None, None]
+        assert all("HTTP 400" in (completion.failure or "") for completion in refused.values())
+        assert posts == ["generate"] * 3
+
+
+async def test_a_closed_client_fails_what_was_under_way(model):
+    async with serving(model) as (server, url):
+        client = FleetClient(fixed_fleet({"inference/0": url}))
+        waiting = asyncio.create_task(collect(client, group(members=2, max_new=110, ignore_eos=True)))
+        while server.engine.stats.generated_tokens == 0:  # noqa: ASYNC110 - another thread's state, which tells nobody
+            await asyncio.sleep(0.001)
+        await client.close()
+        assert all(completion.failure for completion in (await waiting).values())

@@ -6,11 +6,11 @@ POST /generate, /abort_request, /flush_cache    GET /health, /health_generate, /
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from asyncrl.engines.embedded.loop import EngineLoop
@@ -99,7 +99,7 @@ class HttpFront:
         ordered = [responses[index] for index in range(len(call.sequences))]
         for response in ordered:
             del response["index"]
-        return web.json_response(ordered if call.batch else ordered[0])
+        return web.Response(body=orjson.dumps(ordered if call.batch else ordered[0]), content_type="application/json")
 
     async def _stream(self, request: web.Request, call: Call, sink: Sink[Update], left: set[int]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -107,16 +107,16 @@ class HttpFront:
         async for updates in _until_done(sink, left):
             chunks = [self._chunk(update, call) for update in updates]
             if not left:
-                chunks.append("data: [DONE]\n\n")
-            await response.write("".join(chunks).encode())
+                chunks.append(b"data: [DONE]\n\n")
+            await response.write(b"".join(chunks))
         await response.write_eof()
         return response
 
-    def _chunk(self, update: Update, call: Call) -> str:
+    def _chunk(self, update: Update, call: Call) -> bytes:
         payload = self._response(update, call)
         if not call.batch:
             del payload["index"]
-        return f"data: {json.dumps(payload)}\n\n"
+        return b"data: %b\n\n" % orjson.dumps(payload)
 
     def _response(self, update: Update, call: Call) -> dict[str, Any]:
         return response_of(update, call, self._decode)
@@ -207,8 +207,8 @@ async def _until_done(sink: Sink[Update], left: set[int]) -> AsyncIterator[list[
 
 async def _body(request: web.Request) -> Any:
     try:
-        return json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
+        return orjson.loads(await request.read())
+    except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
 
 

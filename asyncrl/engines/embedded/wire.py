@@ -16,6 +16,7 @@ from asyncrl.engines.embedded import sequences
 from asyncrl.engines.embedded.sequences import Sampling, Update
 
 Json = dict[str, Any]
+_Known = tuple[tuple[Json, int] | None, Json]
 MAX_BATCH = 4096
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -71,10 +72,15 @@ def parse_generate(body: Any, limits: Limits, sink: Any) -> Call:
     rids = _rids(body.get("rid"), counts)
     stream = _flag(body, "stream")
     members: list[sequences.Sequence] = []
+    known: _Known = (None, {})
     for prompt, params, count in zip(prompts, settings, counts, strict=True):
-        samplings = _samplings(params, count, len(prompt), limits, stream=stream)
-        for sampling in samplings:
+        seed = _seed(params)
+        alike = ({**params, "sampling_seed": None}, len(prompt))
+        if known[0] != alike:  # the members of a group differ by their seeds, and are checked once
+            known = (alike, _shared_sampling(params, len(prompt), limits, stream=stream))
+        for sample in range(count):
             index = len(members)
+            sampling = Sampling(seed=(seed + sample) % 2**64, **known[1])
             members.append(sequences.Sequence(rid=rids[index], prompt=prompt, sampling=sampling, sink=sink, index=index))
     return Call(
         sequences=tuple(members),
@@ -112,8 +118,12 @@ def _prompts(body: Json, limits: Limits) -> tuple[list[np.ndarray[Any, np.dtype[
 def _token_arrays(rows: Sequence[Any], limits: Limits) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
     """Equal rows become one array, so that they share memory and prefill."""
     known: dict[tuple[int, ...], np.ndarray[Any, np.dtype[np.int32]]] = {}
-    arrays = []
+    arrays: list[np.ndarray[Any, np.dtype[np.int32]]] = []
+    last = None
     for row in rows:
+        if row == last:
+            arrays.append(arrays[-1])
+            continue
         if not isinstance(row, list) or not row or not all(type(token) is int for token in row):
             raise BadRequest("a prompt must be a list of at least one token id (integers)")
         key = tuple(row)
@@ -124,11 +134,22 @@ def _token_arrays(rows: Sequence[Any], limits: Limits) -> list[np.ndarray[Any, n
                 )
             known[key] = np.asarray(row, np.int32)
         arrays.append(known[key])
+        last = row
     return arrays
 
 
-def _samplings(params: Json, count: int, prompt_tokens: int, limits: Limits, *, stream: bool) -> list[Sampling]:
-    """One per sample of a prompt; sample i > 0 draws from seed + i. Without a stream there is nothing to tell before the end."""
+def _seed(params: Json) -> int:
+    """Of a prompt's first sample; sample i > 0 draws from seed + i."""
+    seed = params.get("sampling_seed")
+    if seed is None:
+        return int.from_bytes(os.urandom(8), "little")
+    if type(seed) is not int:
+        raise BadRequest(f"sampling_seed must be an integer, not {seed!r}")
+    return seed
+
+
+def _shared_sampling(params: Json, prompt_tokens: int, limits: Limits, *, stream: bool) -> Json:
+    """The fields of `Sampling` but for the seed. Without a stream there is nothing to tell before the end."""
     _refuse_unknown(params, SAMPLING, OFF_SAMPLING, "sampling parameter")
     room = limits.context - prompt_tokens
     max_new = _number(params, "max_new_tokens", int, min(DEFAULT_MAX_NEW_TOKENS, max(room, 1)), low=1)
@@ -146,13 +167,8 @@ def _samplings(params: Json, count: int, prompt_tokens: int, limits: Limits, *, 
     top_p = _number(params, "top_p", float, 1.0, low=0, high=1)
     if top_p == 0:
         raise BadRequest("top_p must lie in (0, 1], not 0")
-    seed = params.get("sampling_seed")
-    if seed is None:
-        seed = int.from_bytes(os.urandom(8), "little")
-    elif type(seed) is not int:
-        raise BadRequest(f"sampling_seed must be an integer, not {seed!r}")
     interval = _number(params, "stream_interval", int, 1, low=1)
-    shared: Json = {
+    return {
         "max_new_tokens": max_new,
         "temperature": _number(params, "temperature", float, 1.0, low=0),
         "top_p": top_p,
@@ -160,7 +176,6 @@ def _samplings(params: Json, count: int, prompt_tokens: int, limits: Limits, *, 
         "stop_token_ids": tuple(dict.fromkeys([*([] if _flag(params, "ignore_eos") else limits.eos_token_ids), *stops])),
         "stream_interval": interval if stream else None,
     }
-    return [Sampling(seed=(seed + sample) % 2**64, **shared) for sample in range(count)]
 
 
 def _rids(value: Any, counts: Sequence[int]) -> list[str]:
