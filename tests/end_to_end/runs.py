@@ -29,7 +29,9 @@ class Launched:
             command += ["--set", override]
         self.output = run_dir.parent / f"{run_dir.name}.out"
         with self.output.open("wb") as stream:
-            self.process = subprocess.Popen(command, cwd=run_dir.parent, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ})
+            self.process = subprocess.Popen(
+                command, cwd=run_dir.parent, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ}
+            )
 
     def wait(self, seconds: float = 150) -> int:
         try:
@@ -64,7 +66,9 @@ class Launched:
 
 
 def asyncrl(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "asyncrl.cli", *arguments], capture_output=True, text=True, timeout=seconds, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli", *arguments], capture_output=True, text=True, timeout=seconds, check=False
+    )
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -61,7 +61,9 @@ def test_with_bound_zero_every_trained_token_has_the_trainers_version(tmp_path: 
 
 def test_end_of_data_trains_the_last_batch_as_it_is_and_finishes(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{a}+{b}+1=", "ground_truth": str(a + b + 1)}) + "\n" for a in range(2) for b in range(5)))
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"{a}+{b}+1=", "ground_truth": str(a + b + 1)}) + "\n" for a in range(2) for b in range(5))
+    )
     run = Launched(tmp_path / "run", f"data.train={rows}", "data.epochs=1", "training.filter=keep", "training.steps=50")
     assert run.wait() == 0, run.text
     assert_sound(run)
