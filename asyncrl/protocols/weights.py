@@ -37,7 +37,7 @@ class WeightPublisher(Protocol):
 
     def acquire(self, version: int) -> int:
         """Rank 0 only, blocking: the slot (0 or 1) that `version` may be written to. The service broadcasts the answer, so that
-        every rank writes the same one. A slot that a server reads is never given; DeadlineExceeded when none comes free in time."""
+        every rank writes the same one. A slot that a server reads is never given; DeadlineExceeded when none comes free."""
 
     def stage(self, version: int, slot: int) -> float:
         """Blocking, on every rank: copy the local shards into `slot` and announce them (checksums follow off this thread).
