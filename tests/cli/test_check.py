@@ -48,7 +48,7 @@ def test_a_wrong_config_is_the_users_mistake_with_key_value_and_fix(overrides: l
 
 def test_errors_are_json_too_when_json_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
-    file.write_text(QUICKSTART.read_text().replace("  steps: 300", "  stepz: 300"))
+    file.write_text(QUICKSTART.read_text().replace("  steps: 500", "  stepz: 300"))
     outcome = asyncrl("check", file, "--json")
     assert outcome.code == 2
     found = outcome.json

@@ -103,7 +103,8 @@ class FsdpEngine:
             self._recompute_proximal(work, plans)
         results = [self._update(work, plan) for _ in range(batch.epochs) for plan in plans]
         outcome = _outcome(results, passes=batch.epochs, tokens=int(work.mask_host_BT.sum()))
-        return replace(outcome, metrics={**outcome.metrics, "time/compute_cpu_s": time.thread_time() - began})
+        spent = float(self._group.sum(torch.tensor([time.thread_time() - began], device=self._device)))
+        return replace(outcome, metrics={**outcome.metrics, "time/compute_cpu_s": spent})
 
     def gradients(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Whole gradients of the batch's first mini-batch, without an update: for comparing cuts, ranks and algorithms."""
