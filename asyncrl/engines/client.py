@@ -7,6 +7,7 @@ update(view) ─┘                                                         └�
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
@@ -205,6 +206,7 @@ def _versions(spans: Sequence[Mapping[str, Any]], length: int) -> tuple[npt.NDAr
     return versions, oldest
 
 
+@functools.lru_cache(maxsize=64)
 def _policy_version(text: str) -> PolicyVersion:
     """A server that was never updated says "default": version 0 of no incarnation; so is a plain number."""
     if text == "default":

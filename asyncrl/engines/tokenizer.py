@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ class HfTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **options)
         except (OSError, ValueError) as error:
             raise UserError(f"no tokenizer loads from {str(path)!r}: {error}; name its folder in model.tokenizer") from error
+        self._plain_decode = _plain_decode(self._tokenizer)
         self._eos_token_ids = _eos_token_ids(model_path or path, self._tokenizer.eos_token_id, options)
 
     @property
@@ -42,7 +43,22 @@ class HfTokenizer:
         return list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        decode = self._plain_decode or self._tokenizer.decode
+        return str(decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def _plain_decode(tokenizer: Any) -> Callable[..., str] | None:
+    """The decoder inside a fast tokenizer, where transformers adds nothing to what it says: a fifth of the time."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    is_plain = (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+        and not tokenizer.clean_up_tokenization_spaces
+    )
+    return tokenizer.backend_tokenizer.decode if is_plain else None
 
 
 def _eos_token_ids(path: str | Path, own: int | None, options: dict[str, Any]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ READ_BATCH = 512  # multiparts taken at one wake-up before other callbacks get t
 Frames = list[bytes]
 _LAST = int(zmq.NOBLOCK)  # plain ints: combining the enum's members costs more than a send
 _MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+_EVENTS, _READABLE, _HAS_MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
 
 def open_socket(kind: int, *, max_frame_bytes: int, identity: bytes | None = None) -> zmq.Socket[bytes]:
@@ -82,9 +83,12 @@ class LoopSocket:
             return
         batch: list[Frames] = []
         try:
-            while len(batch) < READ_BATCH:
-                batch.append(self._socket.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
+            while len(batch) < READ_BATCH and self._is_readable():
+                frames = [self._socket.recv(_LAST)]
+                while self._socket.getsockopt(_HAS_MORE):
+                    frames.append(self._socket.recv(_LAST))
+                batch.append(frames)
+        except zmq.Again:  # the event was not a whole message
             pass
         self._reading = True
         try:
@@ -96,5 +100,8 @@ class LoopSocket:
                 self._look_again()
 
     def _look_again(self) -> None:
-        if self._next_read is None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._next_read is None and self._is_readable():
             self._next_read = self._loop.call_soon(self._read)
+
+    def _is_readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)  # asked, because failing to receive costs more
