@@ -9,6 +9,7 @@ An exception of the service crosses Ray's channel as plain text (no class of our
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from asyncrl.services.service import AddressBook, Service
 from asyncrl.services.supervisor import Row
 
 log = logging.getLogger(__name__)
+GARBAGE_OBJECTS = 20_000  # containers made and not freed before the collector looks at the young ones; Python's own is 700
 
 
 def limit_threads() -> None:
@@ -68,6 +70,7 @@ class ServiceHost:
 
     async def _run(self, book: AddressBook) -> dict[str, Any]:
         assert self._service is not None, "run before start"
+        _collect_less()
         await self._service.run(book)
         log.info("%s is done", self._row.name)
         return self._service.summary()
@@ -78,6 +81,14 @@ class ServiceHost:
         except Exception as error:  # the boundary of the process: reported to the supervisor, which ends the run by this name
             log.exception("%s failed", self._row.name)
             return "failed", f"{type(error).__name__}: {error}"
+
+
+def _collect_less() -> None:
+    """Libraries and models are there to stay: the collector need not walk over them again, and may wait for more garbage. What
+    makes up the traffic has no cycles and is freed without it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
