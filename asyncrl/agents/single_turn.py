@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncrl.agents.task import Task, failed_trajectory, pause_before_retry, seed_of
 from asyncrl.errors import AsyncrlError
@@ -64,7 +66,7 @@ class SingleTurn:
             start_version=task.start_version,
             prompt_tokens=task.prompt_tokens,
             response_tokens=completion.token_ids,
-            loss_mask=np.ones(len(completion.token_ids), np.bool_),
+            loss_mask=_all_true(len(completion.token_ids)),
             log_probs=completion.log_probs,
             versions=completion.versions,
             finish_reason=completion.finish_reason,
@@ -74,6 +76,14 @@ class SingleTurn:
             extra_info=prompt.extra_info,
             generate_seconds=seconds,
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _all_true(length: int) -> npt.NDArray[np.bool_]:
+    """One for all responses of this length; read-only."""
+    mask = np.ones(length, np.bool_)
+    mask.flags.writeable = False
+    return mask
 
 
 def _failed(member: int, failure: str) -> Completion:

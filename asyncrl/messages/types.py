@@ -52,7 +52,7 @@ class TrajectoryId(NamedTuple):
 
     @property
     def group(self) -> GroupId:
-        return GroupId(self.epoch, self.row, self.attempt)
+        return GroupId._make(self[:3])
 
 
 @dataclass(frozen=True)

@@ -68,15 +68,18 @@ def failed(reason: str) -> CallOutcome:
 
 def combine(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[CallOutcome]) -> SampleScore:
     """reward = Σ weight · score. The first function that failed fails the sample, named in the reason."""
-    components = {name: outcome.score for name, outcome in zip(names, outcomes, strict=True) if outcome.score is not None}
-    metrics = {
-        f"{name}/{key}": value for name, outcome in zip(names, outcomes, strict=True) for key, value in outcome.logged.items()
-    }
-    failure = next((f"{name}: {o.failure}" for name, o in zip(names, outcomes, strict=True) if o.failure is not None), None)
-    if failure is not None:
-        return SampleScore(None, components, metrics, failure)
-    reward = sum(weight * components[name] for name, weight in zip(names, weights, strict=True))
-    return SampleScore(reward, components, metrics, None)
+    components: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    reward, failure = 0.0, None
+    for name, weight, (score, logged, reason) in zip(names, weights, outcomes, strict=True):
+        if score is not None:
+            components[name] = score
+            reward += weight * score
+        for key, value in logged.items():
+            metrics[f"{name}/{key}"] = value
+        if reason is not None and failure is None:
+            failure = f"{name}: {reason}"
+    return SampleScore(None if failure is not None else reward, components, metrics, failure)
 
 
 def component_names(functions: Sequence[str]) -> list[str]:

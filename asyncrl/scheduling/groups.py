@@ -7,6 +7,7 @@ also after its group has closed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -96,16 +97,17 @@ class GroupAssembler:
 
     def record(self, trajectory_id: TrajectoryId, score: MemberScore) -> None:
         """The outcome of scoring. Only the first for a trajectory counts."""
-        group = self._open.get(trajectory_id.group)
-        if group is None or trajectory_id.member not in group.members or trajectory_id.member in group.scores:
+        group_id, member = trajectory_id.group, trajectory_id.member
+        group = self._open.get(group_id)
+        if group is None or member not in group.members or member in group.scores:
             self.counts.late += 1
             return
         if score.reward is None:
             self.counts.failed_scoring += 1
         else:
-            assert np.isfinite(score.reward), score
+            assert math.isfinite(score.reward), score
             self.counts.scored += 1
-        self._settle(trajectory_id.group, group, trajectory_id.member, score)
+        self._settle(group_id, group, member, score)
 
     def take_closed(self) -> list[ScoredGroup | FailedGroup]:
         """The groups that closed since the last call, in the order they closed."""

@@ -8,6 +8,7 @@ a message turns out to be none                     → its attempt has failed
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -53,7 +54,8 @@ class LedgerHooks:
     def on_accept(self, topic: str, accepted: Sequence[tuple[str, str]]) -> None:
         queued: dict[GroupId, None] = {}
         for message_id, group_id in accepted:
-            id = GroupId.parse(group_id)
+            id = _parse(group_id)
+            assert id is not None, "what is accepted has not ended"
             if self._ledger.attempts.state(id) != "in_flight" or id in queued:
                 self.exchange.settle(topic, (message_id,))  # a second copy, of a group whose scored group is here
             elif topic == SCORED:
@@ -75,6 +77,7 @@ class LedgerHooks:
             self.exchange.settle_group(str(id))
 
 
+@functools.lru_cache(maxsize=4096)  # a group's members arrive together, and each is asked about twice
 def _parse(group_id: str) -> GroupId | None:
     """The id, if this text is the one way to write it."""
     try:

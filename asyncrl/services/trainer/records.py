@@ -13,16 +13,18 @@ Steps count from 1; versions are policy versions. A number that JSON cannot hold
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
+import orjson
 
 from asyncrl.messages import ScoredGroup
 from asyncrl.services.trainer.figures import TrainedTokens
+
+LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
 class Records:
@@ -31,8 +33,8 @@ class Records:
     def __init__(self, run_dir: Path, *, samples_per_step: int):
         run_dir.mkdir(parents=True, exist_ok=True)
         self._samples_per_step = samples_per_step
-        self._files: dict[str, TextIO] = {
-            name: (run_dir / f"{name}.jsonl").open("a", encoding="utf-8") for name in ("batches", "metrics", "samples")
+        self._files: dict[str, BinaryIO] = {
+            name: (run_dir / f"{name}.jsonl").open("ab") for name in ("batches", "metrics", "samples")
         }
 
     def batch(self, step: int, version: int, trained: Sequence[ScoredGroup], tokens: TrainedTokens) -> None:
@@ -70,7 +72,7 @@ class Records:
 
     def _write(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
         if lines:
-            self._files[name].write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+            self._files[name].write(b"".join(orjson.dumps(line, option=LINE) for line in lines))
             self._files[name].flush()
 
 
