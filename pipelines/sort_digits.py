@@ -1,4 +1,4 @@
-"""A pipeline built in Python alone: a tiny model learns to sort digits ("52914>" -> "12459").
+"""A pipeline built in Python alone: a tiny model learns to sort digits ("5294>" -> "2459").
 
     python pipelines/sort_digits.py
 
@@ -26,11 +26,11 @@ def sorted_share(response: str, ground_truth: str) -> dict[str, float]:
 
 
 def make_rows() -> list[dict[str, Any]]:
-    """Distinct rows of 3 to 6 digits, always the same."""
+    """Distinct rows of 3 to 5 digits, always the same."""
     generator = random.Random(0)
     prompts: dict[str, str] = {}
     while len(prompts) < NUM_PROMPTS + NUM_HELD_OUT:
-        digits = generator.choices("0123456789", k=generator.randint(3, 6))
+        digits = generator.choices("0123456789", k=generator.randint(3, 5))
         prompts["".join(digits) + ">"] = "".join(sorted(digits))
     return [{"prompt": prompt, "ground_truth": answer} for prompt, answer in prompts.items()]
 
@@ -39,7 +39,7 @@ def build(steps: int, seed: int) -> asyncrl.Pipeline:
     rows = make_rows()
     train, held_out = rows[:NUM_PROMPTS], rows[NUM_PROMPTS:]
     examples = [(row["prompt"], row["ground_truth"]) for row in train]
-    model = prepare("sort-digits", examples, seed=0, recipe=Recipe(target_accuracy=0.4))
+    model = prepare("sort-digits", examples, seed=0, recipe=Recipe(target_accuracy=0.35, wrong_answers=0.0))
     return asyncrl.Pipeline(
         name="sort-digits",
         seed=seed,
@@ -52,7 +52,7 @@ def build(steps: int, seed: int) -> asyncrl.Pipeline:
             "steps": steps,
             "groups_per_step": 16,
             "filter": "drop",
-            "learning_rate": 2.0e-4,
+            "learning_rate": 4.0e-4,
             "schedule": "linear",
             "final_learning_rate_factor": 0.1,
         },
