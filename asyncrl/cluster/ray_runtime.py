@@ -57,14 +57,7 @@ class RayRuntime:
         if ray.is_initialized():
             raise RunError("this process already has a Ray connection: one run at a time per process; call ray.shutdown() first")
         if address is not None:
-            runtime_env = {"env_vars": WORKER_ENVIRONMENT}
-            ray.init(
-                address=address,
-                namespace=self._spec.run_id,
-                runtime_env=runtime_env,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            self._join(address)
             return
         self._temp_dir = tempfile.mkdtemp(prefix="asyncrl-ray-", dir="/tmp")  # short: unix sockets below it have 107 characters
         inherited = {name: os.environ.get(name) for name in WORKER_ENVIRONMENT}
@@ -80,6 +73,21 @@ class RayRuntime:
             )
         finally:
             _restore_environment(inherited)
+
+    def _join(self, address: str) -> None:
+        try:
+            ray.init(
+                address=address,
+                namespace=self._spec.run_id,
+                runtime_env={"env_vars": WORKER_ENVIRONMENT},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (ConnectionError, RuntimeError) as error:
+            raise RunError(
+                f"cluster.ray_address is {address}, and no Ray cluster lets this process in there ({_first_line(error)}): "
+                "see that one runs (`ray status`), and that RAY_AUTH_MODE and the token are the same here and there"
+            ) from error
 
     async def prepare_model(self) -> None:
         if not self._config.model.path.startswith("builtin/"):
