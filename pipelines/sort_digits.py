@@ -62,7 +62,7 @@ def build(steps: int, seed: int) -> asyncrl.Pipeline:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir")
     options = parser.parse_args()
