@@ -12,7 +12,7 @@ from tests.end_to_end.runs import Launched, leftovers, pids_of, until
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]
 ENDLESS = ("training.steps=100000",)
-ROWS = ("rollouter", "message_queue", "parameter_sync", "reward", "trainer/0", "inference/0")
+ROWS = ("rollouter", "message_queue", "parameter_sync", "reward", "reward/0", "trainer/0", "inference/0")
 
 
 def test_stop_ends_a_run_as_interrupted_and_leaves_nothing(tmp_path: Path) -> None:
