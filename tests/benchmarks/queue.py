@@ -2,6 +2,8 @@
 
 Baseline. A Ray actor holds a deque with `put` and `get`; as with ours, a producer and a consumer in processes of their own call
 it. *One at a time*: each awaits a call before the next. *64 outstanding*: each has 64 calls in flight. A call carries one sample.
+The choice matters: one client that makes both calls itself is faster for Ray (1,638/s with 64 outstanding, where ours made
+11,755/s in the same run: 7.2 times, below the limit).
 
 Ours. Producer, broker and consumer are three processes, on uvloop as the services are. The application calls `send([sample])`
 once per sample, from as many coroutines as the rollouter has trajectories in flight by default (rollout.max_concurrent); how many
