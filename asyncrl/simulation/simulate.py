@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,14 @@ from asyncrl.services.message_queue.settling import ROLLOUTS, SCORED, connect, t
 from asyncrl.services.reward import FrontParts, RewardFront
 from asyncrl.services.rollouter import Rollouter, RollouterParts
 from asyncrl.services.service import AddressBook
+from asyncrl.services.tasks import first_leaf
 from asyncrl.services.trainer import TrainerParts, TrainerService
 from asyncrl.services.trainer.parts import LeaderParts
 from asyncrl.simulation.inference import FakeInference
 from asyncrl.simulation.loop import VirtualClock, run_virtual
 from asyncrl.simulation.training import FakeLauncher, FakeTrainingEngine, VirtualBlocking
 from asyncrl.simulation.weights import SimulatedSync
+from asyncrl.tracking.memory import MemoryTracker
 from asyncrl.transport.local import LocalQueue
 
 WORKER = "reward/0"
@@ -106,10 +108,7 @@ def simulate(
     try:
         return run_virtual(main(), limit_seconds=limit_seconds)
     except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from group
+        raise first_leaf(group) from group
 
 
 class WatchedLedger(LocalLedgerClient):
@@ -132,19 +131,6 @@ class WatchedLedger(LocalLedgerClient):
     async def finish_step(self, record: StepRecord) -> None:
         await super().finish_step(record)
         self.check()
-
-
-@dataclass
-class _Recorder:
-    """A Tracker that keeps what it is told."""
-
-    rows: list[tuple[str, int, dict[str, float]]] = field(default_factory=list)
-
-    def log(self, axis: str, step: int, metrics: Mapping[str, float]) -> None:
-        self.rows.append((axis, step, dict(metrics)))
-
-    async def close(self) -> None:
-        """Nothing is held."""
 
 
 class _Letters:
@@ -197,7 +183,7 @@ class _Run:
         self.config, self.world = config, world
         self.clock = VirtualClock()
         self.ledger = WatchedLedger()
-        self.tracker = _Recorder()
+        self.tracker = MemoryTracker()
         hooks = connect(self.ledger, topics_of(config), lease_seconds=config.queue.lease_seconds)
         self.queue = LocalQueue(hooks.exchange, clock=self.clock)
         self.engine = FakeInference(
@@ -247,7 +233,7 @@ class _Run:
             ledger=self.ledger,
             summary={service.name: service.summary() for service in (self.rollouter, self.front, self.trainer)},
             batches=self.trainer_engine.batches,
-            metrics=self.tracker.rows,
+            metrics=self.tracker.records,
             unsettled=sum(len(self.queue.exchange.unsettled(topic)) for topic in (ROLLOUTS, SCORED)),
             checks=self.checks,
             seconds=self.clock.now(),

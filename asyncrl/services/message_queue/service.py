@@ -13,6 +13,7 @@ from asyncrl.ledger.store import FILE_NAME, LedgerWriter
 from asyncrl.services.ledger_client import ledger_handlers
 from asyncrl.services.message_queue.settling import ROLLOUTS, SCORED, connect, topics_of
 from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.tasks import first_to_end
 from asyncrl.transport.broker import Broker
 
 BIND = "tcp://127.0.0.1:*"
@@ -46,16 +47,10 @@ class MessageQueueService:
 
     async def run(self, book: AddressBook) -> None:
         self._state = "running"
-        waits = [asyncio.ensure_future(wait) for wait in (self._stop.wait(), self._broker.watch(), self._ledger.until_failed())]
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in done:
-                wait.result()
+            await first_to_end(self._stop.wait(), self._broker.watch(), self._ledger.until_failed())
             self._state = "stopped"
         finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
             await self._broker.close()
             self._ledger.close()
             await self._rpc.close()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from asyncrl.services.reward.dispatch import Batch, Dispatcher, Job, WorkerView
 from asyncrl.services.reward.meter import ScoreMeter
 from asyncrl.services.reward.outbox import Outbox
 from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.tasks import all_to_end, cancel, first_to_end
 from asyncrl.transport.rpc import RpcClient
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class RewardFront:
         parts = self._make_parts(book)
         self._state, self._worker_seen = "RUNNING", self._clock.now()
         try:
-            await _first_to_end(self._stop.wait(), self._work(parts), self._watch(parts.tracker), self._raise_crash())
+            await first_to_end(self._stop.wait(), self._work(parts), self._watch(parts.tracker), self._raise_crash())
         finally:
             await self._end(parts)
 
@@ -168,7 +169,7 @@ class RewardFront:
 
     async def _work(self, parts: FrontParts) -> None:
         """Until the data has ended and everything is sent; then close the stream and wait to be stopped."""
-        await _all(self._receive(parts.receiver), self._send(parts.sender), self._give_up(parts))
+        await all_to_end(self._receive(parts.receiver), self._send(parts.sender), self._give_up(parts))
         await parts.sender.close()
         self._state = "DRAINED"
         await self._stop.wait()
@@ -318,10 +319,7 @@ class RewardFront:
 
     async def _end(self, parts: FrontParts) -> None:
         self._state = "DONE"
-        calls = list(self._calls)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        await cancel(list(self._calls))
         for link in self._links.values():
             await link.close()
         if parts.tracker is not None:
@@ -340,25 +338,3 @@ def _item(trajectory: Trajectory) -> Mapping[str, Any]:
         "tool_calls": trajectory.tool_calls,
         "finish_reason": trajectory.finish_reason,
     }
-
-
-async def _first_to_end(*work: Coroutine[Any, Any, Any]) -> None:
-    """Until one ends; the others are cancelled, and what the first raised is raised."""
-    await _run(work, asyncio.FIRST_COMPLETED)
-
-
-async def _all(*work: Coroutine[Any, Any, Any]) -> None:
-    """Until all end, or one raises: then the others are cancelled, and that is raised."""
-    await _run(work, asyncio.FIRST_EXCEPTION)
-
-
-async def _run(work: Sequence[Coroutine[Any, Any, Any]], until: str) -> None:
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=until)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -22,6 +22,7 @@ from asyncrl.rewards import Item
 from asyncrl.rewards.executor import Executor
 from asyncrl.services.reward.front import Link
 from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.tasks import first_to_end
 from asyncrl.transport.rpc import RpcClient
 
 log = logging.getLogger(__name__)
@@ -56,17 +57,10 @@ class RewardWorker:
     async def run(self, book: AddressBook) -> None:
         front = self._connect(book["reward"]["rpc"])
         self._state = "RUNNING"
-        announcing = asyncio.ensure_future(self._announce(front))
-        stopping = asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait((announcing, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if announcing.done():
-                announcing.result()
+            await first_to_end(self._announce(front), self._stop.wait())
         finally:
             self._state = "DONE"
-            for task in (announcing, stopping):
-                task.cancel()
-            await asyncio.gather(announcing, stopping, return_exceptions=True)
             await front.close()
             await self._executor.close()
 

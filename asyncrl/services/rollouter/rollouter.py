@@ -41,6 +41,7 @@ from asyncrl.services.rollouter.outbox import Outbox
 from asyncrl.services.rollouter.parts import RollouterParts
 from asyncrl.services.rollouter.pulse import Pulse
 from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.tasks import first_leaf, first_to_end
 from asyncrl.transport.rpc import RpcServer
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Rollouter:
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as group:
-            raise _first_leaf(group) from group
+            raise first_leaf(group) from group
         finally:
             self._state = "done"
             await self._close_parts()
@@ -99,7 +100,7 @@ class Rollouter:
             await self._pulse.wait(LOOK_AGAIN_SECONDS)
         if self._evaluator and not self._over:
             self._state = "evaluating"
-            await self._unless(lambda: self._over, self._evaluator.evaluate_first())
+            await first_to_end(self._evaluator.evaluate_first(), self._until(lambda: self._over))
         self._state = "generating"
         while not self._over:
             if await self._start_groups(tasks):
@@ -110,7 +111,8 @@ class Rollouter:
         await self._abort_what_is_left()
         if self._evaluator and not self._stop_asked:
             self._state = "evaluating"
-            await self._unless(lambda: self._stop_asked, self._evaluator.evaluate_last(self._events.final_version))
+            last = self._evaluator.evaluate_last(self._events.final_version)
+            await first_to_end(last, self._until(lambda: self._stop_asked))
         await self._outbox.close()
 
     async def stop(self) -> None:
@@ -243,18 +245,9 @@ class Rollouter:
         if self._evaluator and self._config.eval.every:
             await self._evaluator.run_schedule(over=lambda: self._over)
 
-    async def _unless(self, over: Callable[[], bool], work: Awaitable[None]) -> None:
-        """Await `work`, but give it up once `over()`."""
-        task = asyncio.ensure_future(work)
-        try:
-            while not task.done() and not over():
-                waiting = asyncio.ensure_future(self._pulse.wait(LOOK_AGAIN_SECONDS))
-                await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
-            if task.done():
-                task.result()
-        finally:
-            task.cancel()
+    async def _until(self, over: Callable[[], bool]) -> None:
+        while not over():
+            await self._pulse.wait(LOOK_AGAIN_SECONDS)
 
     # Watching and reporting
 
@@ -366,11 +359,3 @@ class Rollouter:
             self._figures.idle_because(self._why_waiting())
         self._figures.set_active(taken)
         self._pulse.beat()
-
-
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that made the loops end."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -23,6 +23,7 @@ from asyncrl.errors import AsyncrlError, Interrupted, RunError, ServiceDied, Sta
 from asyncrl.services.supervisor.runtime import STOP_ORDER, Row, RowFailed, Runtime, rows_of
 from asyncrl.services.supervisor.summary import Status, build_summary
 from asyncrl.services.supervisor.verdict import root_cause
+from asyncrl.services.tasks import all_to_end, cancel
 from asyncrl.transport.rpc import RpcClient, RpcServer
 
 log = logging.getLogger(__name__)
@@ -121,9 +122,9 @@ class Supervisor:
                     self._runtime.place(row)
                 model = asyncio.ensure_future(self._runtime.prepare_model())
                 try:
-                    await _all_or_first_error([self._start(row, model, pending) for row in self._rows])
+                    await all_to_end(*(self._start(row, model, pending) for row in self._rows))
                 finally:
-                    await _cancel([model])
+                    await cancel([model])
         except TimeoutError:
             raise StartTimeout(sorted(pending), seconds) from None
         self._runs = {asyncio.ensure_future(self._runtime.run(row, self._full_book())): row for row in self._rows}
@@ -174,7 +175,7 @@ class Supervisor:
                 return task.result()
             raise Interrupted("stop was asked")
         finally:
-            await _cancel([stop, task] if not task.done() else [stop])
+            await cancel([stop, task] if not task.done() else [stop])
 
     # ---- the end of a run --------------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class Supervisor:
             for task in late:
                 log.warning("%s did not stop within %.0f s (cluster.stop_grace_seconds): killed", self._runs[task].name, left)
                 self._runtime.kill(self._runs[task])
-        await _cancel(list(self._runs))
+        await cancel(list(self._runs))
         for client in self._clients.values():
             await client.close()
 
@@ -279,18 +280,3 @@ class Supervisor:
         aside = self.run_dir / f".{name}.new"
         aside.write_text(json.dumps(value, indent=2) + "\n")
         aside.replace(self.run_dir / name)
-
-
-async def _all_or_first_error(coroutines: Sequence[Any]) -> None:
-    """Await all; at the first error cancel the others and raise it."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await _cancel(tasks)
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
