@@ -18,6 +18,7 @@ import numpy as np
 from asyncrl.agents.task import Task, pause_before_retry, seed_of
 from asyncrl.errors import AsyncrlError, GenerationFailed
 from asyncrl.messages import FinishReason, Trajectory
+from asyncrl.messages.plain import plain
 from asyncrl.protocols import Completion, GenerateRequest, InferenceEngine, MemberRequest, SamplingParams, Tokenizer
 
 
@@ -98,7 +99,7 @@ class Session:
         self.finish_reason = completion.finish_reason
         self._last_reply = self._tokenizer.decode(replied)
         if not is_ids and not isinstance(prompt, str):
-            self._messages = [*prompt, {"role": "assistant", "content": self._last_reply}]
+            self._messages = [*plain(list(prompt), "messages"), {"role": "assistant", "content": self._last_reply}]
         return self._last_reply
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from asyncrl.agents.task import Agent, Task, failed_trajectory
 from asyncrl.config.functions import load_function
 from asyncrl.errors import GenerationFailed, UserError
 from asyncrl.messages import Trajectory
+from asyncrl.messages.plain import plain
 from asyncrl.protocols import InferenceEngine, Prompt, Tokenizer
 
 AgentFunction = Callable[[Prompt, Session], Awaitable[Any]]
@@ -81,19 +82,12 @@ class UserAgent:
     async def _call(self, prompt: Prompt, session: Session) -> tuple[Any, str | None]:
         """(what the function returned, why it failed)."""
         try:
-            return _plain(await self._function(prompt, session)), None
+            returned = await self._function(prompt, session)
         except GenerationFailed as error:
             return None, str(error)
         except (Exception, SystemExit) as error:  # boundary: the user's agent runs here, and may raise anything
             return None, f"the agent raised {type(error).__name__}: {error}"
-
-
-def _plain(value: Any) -> Any:
-    """The value, if a message can carry it."""
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(part) for key, part in value.items()}
-    raise TypeError(f"it returned a {type(value).__name__}: return None, text, numbers, lists or mappings keyed by text")
+        try:
+            return plain(returned, "result"), None
+        except TypeError as error:
+            return None, f"the agent's {error}: return None, text, numbers, lists or mappings keyed by text"

@@ -3,14 +3,11 @@
     {"prompt": "1+2+3=", "ground_truth": "6"}
     {"prompt": [{"role": "user", "content": "…"}], "ground_truth": …, "sampling": {"max_new_tokens": 64, "ignore_eos": true}}
 
-Rows travel to reward functions, so they hold what msgpack holds: None, bool, numbers, text, bytes, lists, and mappings keyed
-by text.
+Rows travel to reward functions, so they hold what a message holds: None, bool, numbers, text, lists, and mappings keyed by text.
 """
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import UserError
+from asyncrl.messages.plain import plain
 from asyncrl.protocols import Prompt
 
 SAMPLING_KEYS = ("max_new_tokens", "ignore_eos")
@@ -93,7 +91,7 @@ def _prompt_value(value: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         if not value:
             raise UserError(f"{where}: 'prompt' is empty: give it text, or remove the row")
-        return value
+        return str.__str__(value)
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, list | tuple) or not value:
@@ -127,22 +125,12 @@ def _sampling(value: Any, where: str) -> dict[str, Any]:
 
 def _plain(value: Any, name: str, where: str) -> Any:
     """The value as plain data, or UserError."""
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part, f"{name}.{key}", where) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part, name, where) for part in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist(), name, where)
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal):
-        return float(value)
-    raise UserError(
-        f"{where}: {name!r} holds a {type(value).__name__}, which cannot travel to a reward function: give it as text, numbers "
-        "or lists"
-    )
+    try:
+        return plain(value, name)
+    except TypeError as error:
+        raise UserError(
+            f"{where}: {error}, which cannot travel to a reward function: give it as text, numbers or lists"
+        ) from error
 
 
 def _shown(value: Any) -> str:

@@ -8,6 +8,7 @@ import pytest
 from asyncrl.agents import Task, UserAgent, load_agent, seed_of
 from asyncrl.errors import GenerationFailed, TransportError, UserError
 from asyncrl.messages import GroupId
+from asyncrl.messages.codec import to_payload
 from asyncrl.protocols import Completion, Prompt, SamplingParams
 from asyncrl.simulation.loop import run_virtual
 
@@ -243,7 +244,7 @@ async def asks_with_nothing(prompt, session):
         (own_timeout, "the agent raised TimeoutError: the tool hung"),
         (hangs, "not done after 60 s (rollout.request_timeout_seconds)"),
         (says_nothing, "without a call of session.generate"),
-        (returns_an_object, "it returned a object"),
+        (returns_an_object, "'result' holds a object"),
         (asks_twice_at_once, "one conversation"),
         (exits, "the agent raised SystemExit: 3"),
         (refuses_to_end, "not done after 60 s"),
@@ -256,6 +257,16 @@ def test_an_agent_that_goes_wrong_is_a_failed_member_with_its_reason(agent, reas
     for trajectory in found:
         assert reason in trajectory.failure
         assert len(trajectory.response_tokens) == 0
+
+
+def test_what_an_agent_returns_becomes_what_a_message_carries():
+    async def agent(prompt, session):
+        await session.generate(prompt.prompt)
+        return {"steps": np.int64(2), "progress": np.float64(0.5)}
+
+    for trajectory in run_agent(agent, Echo("one")):
+        assert trajectory.extra_info["agent"] == {"steps": 2, "progress": 0.5}
+        assert to_payload(trajectory)
 
 
 def test_one_members_failure_leaves_the_others():
