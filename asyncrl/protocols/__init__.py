@@ -4,7 +4,17 @@ Each protocol has a fake under `asyncrl.simulation` or `tests`, and one conforma
 """
 
 from asyncrl.protocols.inference import Completion, GenerateRequest, InferenceEngine, MemberRequest, SamplingParams
-from asyncrl.protocols.ledger import Dispatch, End, LedgerClient, LedgerEvents, LiveGroup, PromptCursor, StepRecord
+from asyncrl.protocols.ledger import (
+    Dispatch,
+    End,
+    LedgerClient,
+    LedgerEvents,
+    LiveGroup,
+    PromptCursor,
+    Resumption,
+    ReturnedGroup,
+    StepRecord,
+)
 from asyncrl.protocols.prompts import Prompt, PromptSource, Tokenizer
 from asyncrl.protocols.queue import Delivery, Receiver, Sender
 from asyncrl.protocols.tracking import Tracker
@@ -31,6 +41,8 @@ __all__ = [
     "PromptCursor",
     "PromptSource",
     "Receiver",
+    "Resumption",
+    "ReturnedGroup",
     "SamplingParams",
     "Sender",
     "ServerView",

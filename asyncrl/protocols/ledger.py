@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from asyncrl.messages import GroupId
 
 EndState = Literal["trained", "filtered", "failed", "expired"]
-LiveState = Literal["in_flight", "queued"]
+LiveState = Literal["in_flight", "queued", "returned"]
+"""returned: its data is lost and it waits to be generated again. In flight by the law, but not live for admission."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,36 @@ class LedgerEvents:
     final_version: int | None = None
 
 
+@dataclass(frozen=True)
+class ReturnedGroup:
+    """A live attempt whose data is lost, as a whole or in part: `missing` are the members that the queue does not hold."""
+
+    id: GroupId
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a rollouter that has just started goes on. `seq`: the `since` of its first watch; `cursor`: None where nothing was
+    drawn yet; `live`: in flight with every member in the queue's or the Reward front's hands, or queued; `returned`: to be
+    generated again, first in line; `owed`: reissues asked for and not dispatched; `failures_by_row`: failed attempts so far."""
+
+    seq: int
+    finished_steps: int
+    final_version: int | None
+    cursor: PromptCursor | None
+    live: tuple[LiveGroup, ...] = ()
+    returned: tuple[ReturnedGroup, ...] = ()
+    owed: tuple[GroupId, ...] = ()
+    failures_by_row: Mapping[int, int] = field(default_factory=dict)
+
+
 class LedgerClient(Protocol):
-    """One process writes the ledger; everybody else speaks to it through this."""
+    """One process writes the ledger; everybody else speaks to it through this.
+
+    No call returns, and no watcher is told, before the change is in the file. A call may be made again, by a caller that got no
+    answer: what already stands so is no error.
+    """
 
     async def dispatch(self, groups: Sequence[Dispatch], cursor: PromptCursor) -> None:
         """Record the start of these groups and the cursor that stands behind them, in one transaction."""
@@ -93,4 +122,14 @@ class LedgerClient(Protocol):
         """Events after `since`; waits up to `timeout` seconds for the first."""
 
     async def live(self) -> list[LiveGroup]:
-        """Every attempt without an end, oldest dispatch first."""
+        """Every attempt without an end that is in flight or queued, oldest dispatch first; returned ones are not among them."""
+
+    async def resume_rollouter(self) -> Resumption:
+        """For a rollouter that has just started: returns the groups in flight of which the queue lacks a member, since nobody
+        generates it, then says where everything stands."""
+
+    async def restart(self, groups: Sequence[Dispatch]) -> None:
+        """These returned groups passed admission again. Passed over: one that is queued or has ended by now."""
+
+    async def checkpointed(self, step: int) -> None:
+        """A committed checkpoint holds the ends up to `step`: the queue need not keep those groups any longer."""
