@@ -38,6 +38,10 @@ class WeightReceiver(Protocol):
 
     def close(self) -> Any: ...
 
+    @property
+    def alive(self) -> bool:
+        """False when it takes no version any more, though nobody closed it."""
+
 
 class InferenceServer:
     """Service of row `inference/i`. `make_receiver` builds the weight receiver around the loaded engine."""
@@ -78,6 +82,8 @@ class InferenceServer:
             while not self._stopping.is_set():
                 if not self._server.engine.alive:
                     raise RunError(f"the decode loop ended: {self._server.engine.failure!r}")
+                if self._receiver is not None and not self._receiver.alive:
+                    raise RunError("the weight receiver ended: no version can arrive any more; the log has its traceback")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(WATCH_SECONDS):
                         await self._stopping.wait()

@@ -34,6 +34,8 @@ from asyncrl.weight_sync.wire import KINDS, Checksums, checksums_from_wire, chec
 
 log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
+_MAX_MESSAGE_BYTES = 2**32
+_MAX_NUMBER = 2**63
 _Job = tuple[bytes, dict[str, Any], Bytes]
 
 
@@ -65,6 +67,7 @@ class WeightReceiver:
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.SNDHWM, 0)
         router.setsockopt(zmq.RCVHWM, 0)
+        router.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         router.bind(self._bind)
         address = bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         replies = self._context.socket(zmq.PULL)
@@ -76,6 +79,11 @@ class WeightReceiver:
         for thread in self._threads:
             thread.start()
         return address
+
+    @property
+    def alive(self) -> bool:
+        """False once a thread ended by itself: no version would ever arrive again."""
+        return all(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
         """End both threads; a version being read is given up."""
@@ -177,6 +185,11 @@ class _Executor:
         if self._wanted is None or version.incarnation >= self._wanted.incarnation:
             self._wanted = version
 
+    def withdraw(self, version: PolicyVersion) -> None:
+        """`version` did not begin: what had begun before is wanted again."""
+        if self._wanted == version:
+            self._wanted = self._staging.version if self._staging is not None else None
+
     def cancel(self, version: PolicyVersion | None) -> None:
         """Give `version` up if it is being read; None gives up whatever is."""
         if version is None or version == self._wanted:
@@ -198,14 +211,25 @@ class _Executor:
         return {"ok": True, "seconds": time.monotonic() - began, **answer}
 
     def _begin(self, version: PolicyVersion, header: dict[str, Any], _: Bytes) -> dict[str, Any]:
+        """Changes nothing when it raises."""
+        try:
+            plan = self._plan_for(version, header)
+        except BaseException:
+            self.withdraw(version)
+            raise
+        assert self._staging is not None
+        self._incarnation, self._plan = version.incarnation, plan
+        self._staging.begin(plan, version)
+        return {}
+
+    def _plan_for(self, version: PolicyVersion, header: dict[str, Any]) -> Plan:
+        """The plan that BEGIN names, fit for what is live here."""
         if version.incarnation < self._incarnation:
             raise Refused("stale_incarnation", f"incarnation {version.incarnation} is over, {self._incarnation} has begun")
         if self._committed is not None and version < self._committed:
             raise Refused("old_version", f"{self._committed} is live, {version} is older")
-        if header.get("plan") is not None:
-            sent = Plan.from_wire(header["plan"])
-            self._plans = {sent.id: sent}
-        plan = self._plans.get(header["plan_id"])
+        sent = header.get("plan")
+        plan = Plan.from_wire(sent) if sent is not None else self._plans.get(header["plan_id"])
         if plan is None:
             raise Refused("unknown_plan", f"plan {header['plan_id']} was never sent to this receiver")
         live = self._target.live()
@@ -213,9 +237,8 @@ class _Executor:
             check_plan(plan, live)
         if self._staging is None:
             self._staging = Staging(live)
-        self._incarnation, self._plan = version.incarnation, plan
-        self._staging.begin(plan, version)
-        return {}
+        self._plans = {plan.id: plan}
+        return plan
 
     def _fetch(self, version: PolicyVersion, header: dict[str, Any], _: Bytes) -> dict[str, Any]:
         plan, staging = self._begun(version)
@@ -290,11 +313,13 @@ def _parse(frames: list[zmq.Frame]) -> tuple[dict[str, Any], Bytes]:
     if len(frames) not in (2, 3):
         raise MalformedFrame(f"a message has a header and at most one frame of bytes, this one {len(frames) - 1} frames")
     header = unpack(frames[1].buffer)
-    if header.get("kind") not in KINDS:
-        raise MalformedFrame(f"unknown kind {header.get('kind')!r}")
+    kind = header.get("kind")
+    if type(kind) is not str or kind not in KINDS:
+        raise MalformedFrame(f"unknown kind {kind!r:.40}")
     for name in ("request", "incarnation", "version"):
-        if not isinstance(header.get(name), int):
-            raise MalformedFrame(f"{header['kind']} needs an integer {name!r}")
+        number = header.get(name)
+        if type(number) is not int or not 0 <= number < _MAX_NUMBER:
+            raise MalformedFrame(f"{kind} needs a whole number {name!r}, 0 or more")
     payload = (
         np.frombuffer(frames[2].buffer, dtype=np.uint8) if len(frames) == 3 and len(frames[2].buffer) else np.empty(0, np.uint8)
     )

@@ -54,7 +54,7 @@ def unpack(frame: bytes | memoryview) -> dict[str, Any]:
         raise MalformedFrame(f"a header has at most {MAX_HEADER_BYTES} bytes, this one {len(frame)}")
     try:
         header = msgpack.unpackb(frame, strict_map_key=False)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise MalformedFrame(f"not a msgpack header: {error}") from error
     if not isinstance(header, dict):
         raise MalformedFrame(f"a header is a map, this one a {type(header).__name__}")

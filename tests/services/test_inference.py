@@ -31,7 +31,7 @@ class Receiver:
     """Stands for the weight receiver: hands its target out, and counts."""
 
     def __init__(self, target):
-        self.target, self.closed = target, 0
+        self.target, self.closed, self.alive = target, 0, True
 
     def start(self) -> str:
         return "tcp://weights"
@@ -92,6 +92,16 @@ async def test_a_decode_loop_that_dies_ends_the_service_with_its_reason(model):
     with pytest.raises(RunError, match="decode loop ended"):
         await asyncio.wait_for(running, 10)
     await client.close()
+
+
+async def test_a_weight_receiver_that_dies_ends_the_service_with_its_reason(model):
+    receivers: list[Receiver] = []
+    server = service(model, receivers)
+    await server.start()
+    running = asyncio.create_task(server.run({}))
+    receivers[0].alive = False
+    with pytest.raises(RunError, match="weight receiver ended"):
+        await asyncio.wait_for(running, 10)
 
 
 async def test_a_model_that_cannot_be_served_is_the_users_error(tmp_path):
