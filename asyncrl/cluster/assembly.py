@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 CLOCK = SystemClock()
 BUILTIN_SEED = 0  # built-in models are the same for every run, whatever the run's seed
-SERVER_DTYPES = {"float32": "float32", "bfloat16": "bfloat16"}
 
 
 def assemble(spec: RunSpec, row: Row) -> Service:
@@ -134,7 +133,7 @@ def _trainer_parts(spec: RunSpec, config: Config, rank: int, book: AddressBook, 
         timeout_seconds=config.sync.timeout_seconds,
         rank=rank,
         world_size=config.training.ranks,
-        wire_dtype=SERVER_DTYPES[config.model.dtype],
+        wire_dtype=config.model.dtype,
     )
     if rank:
         return TrainerParts(publisher=publisher)
@@ -199,7 +198,7 @@ def _reward_front(spec: RunSpec, row: Row) -> Service:
 
     config = spec.parsed_config()
     return RewardFront(
-        lambda book: _front_parts(spec, config, book),
+        lambda book: _front_parts(spec, book),
         min_scored=config.reward.min_scored,
         limit_seconds=config.reward.timeout_seconds,
         num_functions=len(config.reward.functions),
@@ -207,7 +206,7 @@ def _reward_front(spec: RunSpec, row: Row) -> Service:
     )
 
 
-def _front_parts(spec: RunSpec, config: Config, book: AddressBook) -> FrontParts:
+def _front_parts(spec: RunSpec, book: AddressBook) -> FrontParts:
     from asyncrl.services.ledger_client import RpcLedgerClient
     from asyncrl.services.reward import FrontParts
     from asyncrl.tracking.remote import RemoteTracker
@@ -215,12 +214,14 @@ def _front_parts(spec: RunSpec, config: Config, book: AddressBook) -> FrontParts
     from asyncrl.transport.client import QueueReceiver, QueueSender
     from asyncrl.transport.rpc import RpcClient
 
+    queue = RpcClient(book["message_queue"]["rpc"])
     return FrontParts(
         receiver=QueueReceiver(book["message_queue"]["broker"], "rollouts"),
         sender=QueueSender(book["message_queue"]["broker"], "scored", producer="reward"),
-        ledger=RpcLedgerClient(RpcClient(book["message_queue"]["rpc"])),
+        ledger=RpcLedgerClient(queue),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         keep_failed=FailedSamples(Path(spec.run_dir)),
+        closers=(queue.close,),
     )
 
 

@@ -10,7 +10,7 @@
 Imports protocols, messages, config, errors.
 """
 
-from asyncrl.rewards.function import FunctionSpec, RewardFunction, resolve, verify
+from asyncrl.rewards.function import FunctionSpec, RewardFunction, item_of, resolve
 from asyncrl.rewards.outcome import CallOutcome, Item, SampleScore, combine
 
-__all__ = ["CallOutcome", "FunctionSpec", "Item", "RewardFunction", "SampleScore", "combine", "resolve", "verify"]
+__all__ = ["CallOutcome", "FunctionSpec", "Item", "RewardFunction", "SampleScore", "combine", "item_of", "resolve"]

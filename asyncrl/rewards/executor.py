@@ -12,7 +12,6 @@ itself needs neither signals nor a restart. Memory: each child imports what the 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +28,6 @@ from asyncrl.rewards.outcome import (
     failed,
     outcome_of,
     raised,
-    timed_out,
 )
 
 NOT_CALLED = failed("not called")
@@ -133,46 +131,6 @@ class FunctionExecutor:
 
     def counts(self) -> dict[str, int]:
         return {"calls": self._counts.calls, "killed": self._counts.killed, "died": self._counts.died}
-
-
-class InlineExecutor:
-    """For the simulator: functions are called in this process, on the event loop's own time; a sync one cannot be interrupted."""
-
-    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float], *, limit_seconds: float):
-        self._functions, self._weights, self._limit, self._calls = list(functions), list(weights), limit_seconds, 0
-
-    async def start(self) -> None:
-        pass
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return tuple(field for field in FIELDS if any(field in function.accepts for function in self._functions))
-
-    @property
-    def is_serial(self) -> bool:
-        return not any(function.is_async for function in self._functions)
-
-    async def run(self, items: Sequence[Item]) -> list[SampleScore]:
-        names = component_names([function.name for function in self._functions])
-        rows = [[await self._outcome(function, item) for function in self._functions] for item in items]
-        return [combine(names, self._weights, row) for row in rows]
-
-    async def _outcome(self, function: RewardFunction, item: Item) -> CallOutcome:
-        self._calls += 1
-        try:
-            async with asyncio.timeout(self._limit):
-                returned = function(item)
-                return outcome_of(await returned if inspect.isawaitable(returned) else returned)
-        except TimeoutError:
-            return timed_out(self._limit)
-        except Exception as error:  # boundary: a user's function may raise anything, and a bad sample is data
-            return raised(error)
-
-    async def close(self) -> None:
-        pass
-
-    def counts(self) -> dict[str, int]:
-        return {"calls": self._calls, "killed": 0, "died": 0}
 
 
 def _call(function: RewardFunction, item: Item) -> CallOutcome:

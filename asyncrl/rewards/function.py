@@ -13,15 +13,20 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.functions import load_function, names_function
 from asyncrl.errors import UserError
 from asyncrl.rewards.outcome import Item
 from asyncrl.rewards.ready import READY_MADE
 
+if TYPE_CHECKING:
+    from asyncrl.messages import Trajectory
+
 FIELDS = ("prompt", "response", "ground_truth", "extra_info", "messages", "tool_calls", "finish_reason")
+_fields_of = attrgetter(*FIELDS)
 KEY = "reward.functions[].function"
 
 
@@ -39,11 +44,16 @@ class RewardFunction:
         return self.function(**{field: item.get(field) for field in self.accepts})
 
 
-def resolve(function: str | Callable[..., Any], *, base: Path | None = None) -> RewardFunction:
+def item_of(trajectory: Trajectory) -> Item:
+    """A trajectory as reward functions see it: all of `FIELDS`."""
+    return dict(zip(FIELDS, _fields_of(trajectory), strict=True))
+
+
+def resolve(function: str | Callable[..., Any]) -> RewardFunction:
     """The function that a ready-made name, ``pkg.mod:fn``, ``path/file.py:fn`` or a Python object stands for.
 
-    A path is looked for below `base` (the pipeline file's folder), then below the working directory; a module also in the working
-    directory. Importing runs the module. Raises UserError that names what cannot be found, imported or called.
+    A path counts from the working directory; a module is looked for there, too. Importing runs the module. Raises UserError that
+    names what cannot be found, imported or called.
     """
     if not isinstance(function, str):
         return _checked(getattr(function, "__name__", type(function).__name__), function)
@@ -53,12 +63,7 @@ def resolve(function: str | Callable[..., Any], *, base: Path | None = None) -> 
         raise UserError(f"{KEY} is {function!r}, which is no ready-made reward{_nearest(function, READY_MADE)}: "
                         f"write one of {', '.join(READY_MADE)}, or your own as pkg.mod:fn or path/file.py:fn")  # fmt: skip
     _put_working_directory_on_path()
-    return _checked(function, load_function(_placed(function, base), KEY))
-
-
-def verify(function: str, *, base: Path | None = None) -> None:
-    """Raise UserError if `function` could not be used. Imports its module, calls nothing."""
-    resolve(function, base=base)
+    return _checked(function, load_function(_placed(function), KEY))
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,11 @@ class FunctionSpec:
     payload: bytes | None = None
 
     @classmethod
-    def of(cls, name: str, function: str | Callable[..., Any], *, base: Path | None = None) -> FunctionSpec:
+    def of(cls, name: str, function: str | Callable[..., Any]) -> FunctionSpec:
         """From a name (a path is made absolute, so that any working directory will do) or a Python object, whose own name stands
         in for a `name` such as ``<not importable>``."""
         if isinstance(function, str):
-            return cls(name, _placed(function, base) if names_function(function) else function)
+            return cls(name, _placed(function) if names_function(function) else function)
         import cloudpickle
 
         own_name = getattr(function, "__name__", type(function).__name__)
@@ -98,15 +103,12 @@ class FunctionSpec:
         return self.source in READY_MADE
 
 
-def _placed(function: str, base: Path | None) -> str:
+def _placed(function: str) -> str:
     """``path/file.py:fn`` with its path absolute; any other name as it is."""
     place, _, name = function.rpartition(":")
     if not place.endswith(".py"):
         return function
-    path = Path(place).expanduser()
-    if base is not None and (base / path).is_file():
-        path = base / path
-    return f"{path.absolute()}:{name}"
+    return f"{Path(place).expanduser().absolute()}:{name}"
 
 
 def _put_working_directory_on_path() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import UserError
-from asyncrl.rewards import FunctionSpec, resolve
-from asyncrl.rewards.executor import FunctionExecutor, InlineExecutor
+from asyncrl.rewards import FunctionSpec
+from asyncrl.rewards.executor import FunctionExecutor
 
 FILE = Path(__file__).with_name("user_functions.py")
 SYNC, ASYNC = f"{FILE}:by_text", f"{FILE}:by_text_async"
@@ -138,17 +138,6 @@ async def test_no_process_is_left_after_close():
     await asyncio.sleep(0)
     with pytest.raises(ProcessLookupError):
         os.kill(int(result.reward), 0)
-
-
-async def test_inline_executor_gives_the_same_outcomes():
-    namespace = {}
-    exec(FILE.read_text(), namespace)
-    executor = InlineExecutor([resolve(namespace["by_text_async"])], [1.0], limit_seconds=0.05)
-    results = await executor.run([{"response": r} for r in ("ok:1", "raise:boom", "forever", "none")])
-    assert [r.reward for r in results] == [1.0, None, None, None]
-    assert [r.failure and r.failure.partition(": ")[2] for r in results] == [
-        None, "raised ValueError: boom", "timeout after 0.05 s", "returned None, not a number",
-    ]  # fmt: skip
 
 
 HOST = """

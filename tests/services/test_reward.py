@@ -116,8 +116,6 @@ class Bench:
         for service in (self.front, *self.workers):
             await service.stop()
         await asyncio.wait_for(asyncio.gather(*self.tasks), 20)
-        for service in (self.front, *self.workers):
-            await service._rpc.close()
 
 
 @contextlib.asynccontextmanager

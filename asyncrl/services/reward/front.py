@@ -17,15 +17,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from asyncrl.clock import Clock
 from asyncrl.errors import FrameError, RunError, StreamClosed, TransportError
-from asyncrl.messages import GroupId, ScoredGroup, Trajectory, TrajectoryId
+from asyncrl.messages import GroupId, ScoredGroup, TrajectoryId
 from asyncrl.protocols import End, LedgerClient, Receiver, Sender, Tracker
-from asyncrl.rewards import Item
+from asyncrl.rewards import Item, item_of
 from asyncrl.scheduling.groups import FailedGroup, GroupAssembler, MemberScore
 from asyncrl.services.reward.dispatch import Batch, Dispatcher, Job, WorkerView
 from asyncrl.services.reward.meter import ScoreMeter
@@ -56,13 +56,15 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class FrontParts:
-    """What the front works with. `keep_failed` is given each failed group, for whoever keeps samples to read."""
+    """What the front works with. `keep_failed` is given each failed group, for whoever keeps samples to read; `closers` end what
+    the wiring opened for these parts (clients), after the run."""
 
     receiver: Receiver
     sender: Sender
     ledger: LedgerClient
     tracker: Tracker | None = None
     keep_failed: Callable[[FailedGroup], None] | None = None
+    closers: tuple[Callable[[], Awaitable[None]], ...] = ()
 
 
 class RewardFront:
@@ -189,7 +191,7 @@ class RewardFront:
             if trajectory.failure is not None:
                 self._count_reason(trajectory.failure)
             if self._assembler.accept(trajectory):
-                jobs.append(Job(trajectory.id, _item(trajectory)))
+                jobs.append(Job(trajectory.id, item_of(trajectory)))
         self._dispatcher.submit(jobs)
         self._collect()
         self._pump()
@@ -326,15 +328,6 @@ class RewardFront:
             self._report(parts.tracker)
             await parts.tracker.close()
         await parts.receiver.close()
-
-
-def _item(trajectory: Trajectory) -> Mapping[str, Any]:
-    return {
-        "prompt": trajectory.prompt,
-        "response": trajectory.response,
-        "ground_truth": trajectory.ground_truth,
-        "extra_info": trajectory.extra_info,
-        "messages": trajectory.messages,
-        "tool_calls": trajectory.tool_calls,
-        "finish_reason": trajectory.finish_reason,
-    }
+        for close in parts.closers:
+            await close()
+        await self._rpc.close()

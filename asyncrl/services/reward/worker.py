@@ -63,6 +63,7 @@ class RewardWorker:
             self._state = "DONE"
             await front.close()
             await self._executor.close()
+            await self._rpc.close()
 
     async def stop(self) -> None:
         self._stop.set()

@@ -24,6 +24,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.messages import GroupId, Trajectory
 from asyncrl.protocols import Prompt, SamplingParams
+from asyncrl.rewards import item_of
 from asyncrl.scheduling.admission import parts_of_group
 from asyncrl.services.rollouter.generation import Places
 from asyncrl.services.rollouter.parts import RollouterParts
@@ -211,7 +212,7 @@ class Evaluator:
             chunk = generated[first : first + SCORED_AT_ONCE]
             timeout = reward.timeout_seconds * (len(chunk) + 1)
             try:
-                answers = await self._parts.scorer.score([_item(trajectory) for trajectory in chunk], timeout)
+                answers = await self._parts.scorer.score([item_of(trajectory) for trajectory in chunk], timeout)
             except AsyncrlError as error:
                 failures.append(f"scoring: {type(error).__name__}: {error}")
                 continue
@@ -239,18 +240,6 @@ class Evaluator:
             "last": self._last.score if self._last else None,
             "history": [asdict(record) for record in self.history],
         }
-
-
-def _item(trajectory: Trajectory) -> dict[str, Any]:
-    return {
-        "prompt": trajectory.prompt,
-        "response": trajectory.response,
-        "ground_truth": trajectory.ground_truth,
-        "extra_info": trajectory.extra_info,
-        "messages": trajectory.messages,
-        "tool_calls": trajectory.tool_calls,
-        "finish_reason": trajectory.finish_reason,
-    }
 
 
 def _record(step: int, generated: Sequence[Trajectory], scores: Sequence[float], wanted: int, seconds: float) -> EvalRecord:

@@ -15,7 +15,7 @@ class Scorer(Protocol):
     """Scores responses outside the pipeline, for evaluation."""
 
     async def score(self, items: Sequence[Mapping[str, Any]], timeout: float) -> list[dict[str, Any]]:
-        """items: `prompt`, `response`, `ground_truth`, `extra_info`. One `{"score": float | None, "failure": str | None}`
+        """items: as `asyncrl.rewards.item_of` makes them. One `{"score": float | None, "failure": str | None}`
         each, in order. Raises TransportError when the reward service does not answer within `timeout` seconds."""
 
 

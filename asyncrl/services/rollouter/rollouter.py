@@ -330,6 +330,8 @@ class Rollouter:
         await self._parts.tracker.close()
         for close in self._parts.closers:
             await close()
+        if self._rpc is not None:
+            await self._rpc.close()
 
     def _check_data(self) -> None:
         """Refuse rows that the run has no room for, as far as can be seen before anything starts."""
