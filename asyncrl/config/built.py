@@ -29,10 +29,6 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
 
 def refusal(key: str, value: Any) -> str | None:
     """Why `value` of `key` cannot be had in this build, or None. `value` is as written: a name or a mapping with one."""
-    if key == "checkpoint.every":
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return f"checkpoint.every is {value}, but checkpoints are not built yet: set checkpoint.every to 0 (off)"
-        return None
     name = value.get("name") if isinstance(value, Mapping) else value
     if not isinstance(name, str) or name not in NOT_BUILT.get(key, ()):
         return None

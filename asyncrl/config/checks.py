@@ -212,6 +212,24 @@ def _schedules(config: Config, facts: Facts) -> Iterator[Problem]:
         )
 
 
+def _checkpoints(config: Config, facts: Facts) -> Iterator[Problem]:
+    every, best = config.checkpoint.every, config.checkpoint.best
+    if best is None:
+        return
+    if not every:
+        yield Problem(
+            "checkpoint.best",
+            f"checkpoint.best is {best}, but checkpoint.every is 0 (off), so there is nothing to keep: set checkpoint.every to a "
+            "number of steps, or leave checkpoint.best out",
+        )
+    if best.startswith("eval/") and config.data.eval is None:
+        yield Problem(
+            "checkpoint.best",
+            f"checkpoint.best is {best}, but nothing is evaluated (data.eval is null): give held-out prompts as data.eval, or "
+            "name a metric of training such as reward/mean",
+        )
+
+
 def _evaluation(config: Config, facts: Facts) -> Iterator[Problem]:
     if config.data.eval is None and "eval" not in config.data.model_fields_set and "eval" in config.model_fields_set:
         yield Problem(
@@ -266,6 +284,7 @@ CHECKS: tuple[Check, ...] = (
     _correction,
     _batches,
     _schedules,
+    _checkpoints,
     _evaluation,
     _tracking,
     _cluster,

@@ -19,6 +19,9 @@ from asyncrl.config.walk import node
 from asyncrl.config.yaml_text import Path, read, write
 from asyncrl.errors import ConfigError, Problem, UserError
 
+LARGEST_BYTES = 2_000_000
+"""Of a pipeline file; a page is 3,000."""
+
 
 @dataclass(frozen=True)
 class Places:
@@ -59,16 +62,10 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     that the schema finds, or UserError when the file cannot be read. Cross-checks are `asyncrl.config.checks`.
     """
     path = FilePath(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"there is no pipeline file {path}: give the path of one, such as pipelines/quickstart.yaml") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a pipeline file: {error}") from None
-    document = read(text, str(path))
+    document = read(_text(path), str(path))
     if not isinstance(document.value, dict):
-        found = "is empty" if document.value is None else f"holds {show(document.value)}"
-        message = f"{path} {found}, but a pipeline file is a mapping of sections: start with `name: my_run`, or copy an example"
+        found = "the file is empty" if document.value is None else f"the file holds {show(document.value)}"
+        message = f"{found}, but a pipeline file is a mapping of sections: start with `name: my_run`, or copy an example"
         raise ConfigError([Problem("", message, None, str(path))])
     return load_mapping(document.value, overrides, source=str(path), lines=document.lines, cwd=cwd)
 
@@ -108,6 +105,27 @@ def load_mapping(
 def dump_config(config: Config) -> str:
     """The resolved, complete YAML: loading it again gives an equal Config."""
     return write(config.to_mapping())
+
+
+def _text(path: FilePath) -> str:
+    """The file's text. What is no short UTF-8 file (a folder, a device without end, a data file) is refused with the fix."""
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(LARGEST_BYTES + 1)
+        if len(content) > LARGEST_BYTES:
+            raise UserError(f"{path} is larger than {LARGEST_BYTES // 10**6} MB, and a pipeline file is a page: give that one")
+        return content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"there is no pipeline file {path}: give the path of one, such as pipelines/quickstart.yaml") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder: give the pipeline file in it, such as {path / 'pipeline.yaml'}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 (byte {error.object[error.start]:#04x} on line {error.object[: error.start].count(10) + 1}): "
+            "save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): give a pipeline file that you may read") from None
 
 
 def _apply(values: dict[str, Any], override: str) -> Path:
@@ -162,7 +180,7 @@ def _is_entry(path: Path) -> bool:
 
 def _unbuilt(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Values that the design knows and this build does not have."""
-    for key in (*built.NOT_BUILT, "checkpoint.every"):
+    for key in built.NOT_BUILT:
         section, _, leaf = key.partition(".")
         holder = values.get(section)
         if isinstance(holder, Mapping) and leaf in holder:

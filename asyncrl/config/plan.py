@@ -129,7 +129,8 @@ def _queue_bytes(config: Config) -> int:
 
 
 def _trainer(config: Config, facts: Facts) -> int | None:
-    """float32 weights, gradients and two moments, a rank's share; two staging slots; activations and logits of a micro-batch."""
+    """float32 weights, gradients and two moments, a rank's share; what a checkpoint copies aside of it; two staging slots;
+    activations and logits of a micro-batch."""
     model = facts.model
     if model is None or model.parameters is None:
         return None
@@ -138,7 +139,8 @@ def _trainer(config: Config, facts: Facts) -> int | None:
     logits = 3 * 4 * config.training.microbatch_tokens * (model.vocabulary or 0)
     layers = 1 if config.model.gradient_checkpointing else (model.layers or 1)
     activations = 4 * config.training.microbatch_tokens * (model.hidden or 0) * layers * ACTIVATIONS_PER_LAYER
-    return TORCH_PROCESS + 16 * share + slots + logits + activations
+    aside = 12 * share if config.checkpoint.every else 0
+    return TORCH_PROCESS + 16 * share + aside + slots + logits + activations
 
 
 def _server(config: Config, facts: Facts) -> int | None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from asyncrl.config import built
+from asyncrl.config.schema import HUGE
 from asyncrl.config.walk import ROOT, Node, names_of, nearest, nearest_key, node
 from asyncrl.config.yaml_text import Path
 from asyncrl.errors import Problem
@@ -29,6 +30,12 @@ def found_problem(error: ErrorDetails) -> tuple[Path, Problem]:
         message = error["msg"]
     elif kind in ("literal_error", "union_tag_invalid"):
         key, message = _unknown_name(at, path, value)
+    elif kind == "finite_number":
+        message = f"{key} is {show(value)}, but must be finite ({wanted(at)}){_example(at)}"
+    elif kind == "huge":
+        message = f"{key} is {show(value)}, and no run counts that far: give it {wanted(at)}, below {HUGE}"
+    elif kind == "too_short" and at.is_list:
+        message = f"{key} is empty, but must be {wanted(at)}: give it at least one"
     else:
         message = f"{key} is {show(value)}, but must be {wanted(at)}{_example(at)}"
     return path, Problem(key, message)

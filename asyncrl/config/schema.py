@@ -21,6 +21,19 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+HUGE = 2**31
+"""Whole numbers stay below: they are counted in arrays, in SQLite and in msgpack, whose integers end."""
+
+
+def _countable(value: int) -> int:
+    if value >= HUGE:
+        raise PydanticCustomError("huge", "too large to count")
+    return value
+
+
+Whole = Annotated[int, AfterValidator(_countable)]
+
+
 def _sampled(value: float) -> float:
     if value <= 0:
         raise PydanticCustomError(
@@ -73,15 +86,15 @@ class DataConfig(Section):
     shuffle: bool = Field(
         True, description="Visit the rows of each epoch in an order drawn from the seed; false keeps the file's order."
     )
-    epochs: int | None = Field(
+    epochs: Whole | None = Field(
         None, ge=1, description="How often the rows are visited before the data ends; null goes on until training.steps are done."
     )
 
 
 class RolloutConfig(Section):
-    group_size: int = Field(8, ge=1, description="Responses asked of each prompt.")
-    max_prompt_tokens: int = Field(512, ge=1, description="A longer prompt is refused by name when its row is read.")
-    max_response_tokens: int = Field(512, ge=1, description="Most tokens in one response.")
+    group_size: Whole = Field(8, ge=1, description="Responses asked of each prompt.")
+    max_prompt_tokens: Whole = Field(512, ge=1, description="A longer prompt is refused by name when its row is read.")
+    max_response_tokens: Whole = Field(512, ge=1, description="Most tokens in one response.")
     temperature: Annotated[float, AfterValidator(_sampled)] = Field(
         1.0, description="Sampling temperature, above 0; the trainer divides its logits by it."
     )
@@ -91,20 +104,20 @@ class RolloutConfig(Section):
     top_k: Annotated[int, _whole_distribution("rollout.top_k", -1)] = Field(
         -1, description="Must be -1 (off) in training, for the same reason."
     )
-    max_staleness: int = Field(
+    max_staleness: Whole = Field(
         2, ge=0, description="No token older than this many versions contributes a gradient; 0 is on-policy, exactly."
     )
     on_stale: Literal["mask", "reissue", "wait"] = Field(
         "mask",
         description="What happens to tokens past the bound: mask them, expire the group and ask again, or wait so that nothing expires.",
     )
-    max_concurrent: int = Field(256, ge=1, description="Most trajectories being generated at once.")
+    max_concurrent: Whole = Field(256, ge=1, description="Most trajectories being generated at once.")
     agent: str = Field(
         "single_turn",
         min_length=1,
         description="How a member becomes a trajectory: single_turn, or a Python callable pkg.mod:fn or file.py:fn.",
     )
-    generation_retries: int = Field(
+    generation_retries: Whole = Field(
         2, ge=0, description="How often a failed generation is tried again before the member is recorded as failed."
     )
     request_timeout_seconds: float = Field(300.0, gt=0, description="Deadline of one generation.")
@@ -114,13 +127,13 @@ class InferenceConfig(Section):
     engine: Literal["embedded", "sglang"] = Field(
         "embedded", description="What serves generation: the embedded engine, or SGLang servers."
     )
-    servers: int = Field(1, ge=1, description="Inference servers, each a process of its own.")
-    context_tokens: int | None = Field(
+    servers: Whole = Field(1, ge=1, description="Inference servers, each a process of its own.")
+    context_tokens: Whole | None = Field(
         None,
         ge=2,
         description="Prompt plus response that a server has room for; null takes max_prompt_tokens + max_response_tokens.",
     )
-    max_batch: int = Field(128, ge=1, description="Sequences that one server decodes at once.")
+    max_batch: Whole = Field(128, ge=1, description="Sequences that one server decodes at once.")
 
 
 class RewardFunction(Section):
@@ -130,16 +143,16 @@ class RewardFunction(Section):
 
 class RewardConfig(Section):
     functions: list[RewardFunction] = Field(min_length=1, description="Reward functions; the total is their weighted sum.")
-    workers: int = Field(1, ge=1, description="Processes that run reward functions.")
-    concurrency: int = Field(32, ge=1, description="Calls of an async reward function that one worker has open at once.")
+    workers: Whole = Field(1, ge=1, description="Processes that run reward functions.")
+    concurrency: Whole = Field(32, ge=1, description="Calls of an async reward function that one worker has open at once.")
     timeout_seconds: float = Field(
         10.0, gt=0, description="Time limit of one call; past it the sample failed, and the worker is free again."
     )
-    min_scored: int = Field(2, ge=1, description="A group with fewer scored members than this failed.")
+    min_scored: Whole = Field(2, ge=1, description="A group with fewer scored members than this failed.")
 
 
 class QueueConfig(Section):
-    capacity: int = Field(256, ge=1, description="Most messages waiting per topic: trajectories in rollouts, groups in scored.")
+    capacity: Whole = Field(256, ge=1, description="Most messages waiting per topic: trajectories in rollouts, groups in scored.")
     capacity_megabytes: float = Field(256.0, gt=0, description="Most bytes waiting per topic, in megabytes (10^6).")
     durability: Literal["none", "process", "power"] = Field(
         "none", description="What accepted messages survive: nothing, the queue's death, or a power cut."
@@ -159,12 +172,12 @@ class AlgorithmConfig(Section):
 
 
 class TrainingConfig(Section):
-    steps: int = Field(ge=1, description="Steps to train.")
-    groups_per_step: int = Field(16, ge=1, description="Prompt groups the trainer takes per step.")
-    mini_batches: int = Field(1, ge=1, description="Optimizer updates one pass over a batch is cut into.")
-    epochs_per_batch: int = Field(1, ge=1, description="Passes over each batch.")
-    publish_every: int = Field(1, ge=1, description="A new policy version goes out after this many steps.")
-    ranks: int = Field(1, ge=1, description="FSDP2 trainer processes.")
+    steps: Whole = Field(ge=1, description="Steps to train.")
+    groups_per_step: Whole = Field(16, ge=1, description="Prompt groups the trainer takes per step.")
+    mini_batches: Whole = Field(1, ge=1, description="Optimizer updates one pass over a batch is cut into.")
+    epochs_per_batch: Whole = Field(1, ge=1, description="Passes over each batch.")
+    publish_every: Whole = Field(1, ge=1, description="A new policy version goes out after this many steps.")
+    ranks: Whole = Field(1, ge=1, description="FSDP2 trainer processes.")
     filter: Literal["keep", "drop", "refill"] = Field(
         "drop", description="Groups whose rewards are all equal: train them, drop them, or drop them and take others."
     )
@@ -172,7 +185,7 @@ class TrainingConfig(Section):
         3.0, ge=1, description="Under refill, at most this many times groups_per_step groups are looked at per step."
     )
     learning_rate: float = Field(1.0e-6, gt=0, description="AdamW's peak learning rate.")
-    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0.")
+    warmup_steps: Whole = Field(0, ge=0, description="Steps over which the learning rate rises from 0.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Learning rate after the warm-up; its end is training.steps."
     )
@@ -181,8 +194,8 @@ class TrainingConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first-moment decay.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second-moment decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
-    microbatch_tokens: int = Field(8192, ge=1, description="Most tokens (padding included) of one forward pass.")
-    max_bad_steps: int = Field(5, ge=1, description="This many steps in a row without a finite update end the run.")
+    microbatch_tokens: Whole = Field(8192, ge=1, description="Most tokens (padding included) of one forward pass.")
+    max_bad_steps: Whole = Field(5, ge=1, description="This many steps in a row without a finite update end the run.")
     step_timeout_seconds: float = Field(1800.0, gt=0, description="Deadline of one step's computation, collectives included.")
     data_timeout_seconds: float = Field(1800.0, gt=0, description="The run fails when no scored group arrives for this long.")
 
@@ -204,13 +217,21 @@ class SyncConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(0, ge=0, description="Steps between checkpoints; 0 is off.")
-    keep: int = Field(2, ge=1, description="Checkpoints kept.")
+    every: Whole = Field(0, ge=0, description="Steps between checkpoints; one more at the end and at a stop; 0 is off.")
+    keep: Whole = Field(2, ge=1, description="The newest so many checkpoints are kept.")
+    best: str | None = Field(
+        None,
+        min_length=1,
+        description="A metric such as eval/score or reward/mean: the checkpoint with its highest value is kept beside the newest; null keeps those alone.",
+    )
+    timeout_seconds: float = Field(
+        600.0, gt=0, description="A checkpoint that is not written within this time has failed; the run goes on without it."
+    )
 
 
 class EvalConfig(Section):
-    every: int = Field(50, ge=0, description="Steps between evaluations; 0 leaves the first and the last.")
-    samples: int = Field(
+    every: Whole = Field(50, ge=0, description="Steps between evaluations; 0 leaves the first and the last.")
+    samples: Whole = Field(
         512, ge=1, description="Responses scored per evaluation, over as many held-out prompts as there are, in turn."
     )
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of evaluation; 0 is greedy.")
@@ -223,7 +244,7 @@ class MlflowConfig(Section):
 
 class TrackingConfig(Section):
     mlflow: MlflowConfig | None = Field(default_factory=MlflowConfig, description="MLflow tracking; null switches it off.")
-    samples_per_step: int = Field(
+    samples_per_step: Whole = Field(
         16, ge=0, description="Trained trajectories whose text each step keeps for `asyncrl samples`; failed ones are all kept."
     )
 
@@ -232,6 +253,9 @@ class ClusterConfig(Section):
     ray_address: str | None = Field(None, description="Address of a running Ray cluster; null starts one for this run.")
     start_timeout_seconds: float = Field(120.0, gt=0, description="Every service must be up by then.")
     stop_grace_seconds: float = Field(10.0, gt=0, description="Time a service has to end by itself before it is killed.")
+    max_restarts: Whole = Field(
+        5, ge=0, description="How often a lost process is started again while the run makes no new step; 0 ends the run at once."
+    )
 
 
 class Config(Section):

@@ -15,6 +15,11 @@ from asyncrl.errors import ConfigError, Problem
 
 Path = tuple[str | int, ...]
 
+DEEPEST = 50
+"""Levels below each other; the schema has five. PyYAML recurses, so the depth must end somewhere."""
+MOST_VALUES = 100_000
+"""Keys, items and values of one document, counted again wherever an alias repeats them: nine lines of aliases say a billion."""
+
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
@@ -39,23 +44,30 @@ class Document:
 
 
 def read(text: str, source: str | None) -> Document:
-    """Parse one document. Raises ConfigError for bad syntax, a duplicate or unusable key, and a value that contains itself."""
+    """Parse one document. Raises ConfigError for bad syntax, a duplicate or unusable key, a value that contains itself, and a
+    document deeper than DEEPEST or larger than MOST_VALUES."""
     loader: _Loader | None = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return Document(None, {})
-        lines: dict[Path, int] = {}
-        problems: list[Problem] = []
-        _walk(node, (), lines, problems, source, ())
-        if problems:
-            raise ConfigError(problems)
-        return Document(loader.construct_document(node), lines)
+        walk = _Walk(source)
+        walk.visit(node, (), ())
+        if walk.problems:
+            raise ConfigError(walk.problems)
+        return Document(loader.construct_document(node), walk.lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError([Problem("", f"not YAML: {what}", mark.line + 1 if mark else None, source)]) from None
+        raise ConfigError([Problem("", f"not YAML: {what}{_fix(what)}", mark.line + 1 if mark else None, source)]) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            [Problem("", f"not YAML: it holds the character U+{error.character:04X}: remove it", line, source)]
+        ) from None
+    except RecursionError:
+        raise ConfigError([_too_deep(None, source)]) from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError([Problem("", f"not YAML: {error}", None, source)]) from None
     finally:
@@ -69,35 +81,69 @@ def write(value: Any) -> str:
     return str(text)
 
 
-def _walk(
-    node: yaml.Node, path: Path, lines: dict[Path, int], problems: list[Problem], source: str | None, above: tuple[yaml.Node, ...]
-) -> None:
-    """Record lines and find duplicate keys, before merge keys (`<<`) are flattened into the mapping."""
-    if any(node is outer for outer in above):
-        raise ConfigError([Problem("", "an alias stands inside the value it names", node.start_mark.line + 1, source)])
-    above = (*above, node)
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            lines[(*path, index)] = item.start_mark.line + 1
-            _walk(item, (*path, index), lines, problems, source, above)
-    elif isinstance(node, yaml.MappingNode):
+def _fix(what: str) -> str:
+    """For the mistakes whose syntax error hides the cause."""
+    if "'\\t'" in what:
+        return ": indent with spaces, not with tabs"
+    if "mapping values are not allowed" in what:
+        return ": a text with `: ` in it needs quotes, and a key a space behind its colon"
+    return ""
+
+
+def _too_deep(line: int | None, source: str | None) -> Problem:
+    return Problem("", f"more than {DEEPEST} levels lie in each other: a pipeline file needs five", line, source)
+
+
+class _Walk:
+    """Records lines, and finds duplicate keys before merge keys (`<<`) are flattened into the mapping."""
+
+    def __init__(self, source: str | None):
+        self.source = source
+        self.lines: dict[Path, int] = {}
+        self.problems: list[Problem] = []
+        self._values = 0
+
+    def visit(self, node: yaml.Node, path: Path, above: tuple[yaml.Node, ...]) -> None:
+        """`above`: the nodes that `node` stands in."""
+        self._admit(node, above)
+        above = (*above, node)
+        if isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self.lines[(*path, index)] = item.start_mark.line + 1
+                self.visit(item, (*path, index), above)
+        elif isinstance(node, yaml.MappingNode):
+            self._visit_keys(node, path, above)
+
+    def _visit_keys(self, node: yaml.MappingNode, path: Path, above: tuple[yaml.Node, ...]) -> None:
         seen: dict[str, int] = {}
         for key, value in sorted(node.value, key=lambda pair: pair[0].tag != "tag:yaml.org,2002:merge"):
             line = key.start_mark.line + 1
             if key.tag == "tag:yaml.org,2002:merge":
                 for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    _walk(merged, path, lines, problems, source, above)
+                    self.visit(merged, path, above)
                 continue
             dotted = ".".join(map(str, (*path, key.value if isinstance(key, yaml.ScalarNode) else "?")))
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                problems.append(Problem(dotted, f"{dotted} is no key: a key must be text: put it in quotes", line, source))
+                message = f"{dotted} is no key: a key must be text: put it in quotes"
+                self.problems.append(Problem(dotted, message, line, self.source))
                 continue
             if key.value in seen:
                 message = f"{dotted} stands twice, on lines {seen[key.value]} and {line}: keep one"
-                problems.append(Problem(dotted, message, line, source))
+                self.problems.append(Problem(dotted, message, line, self.source))
             seen[key.value] = line
-            lines[(*path, key.value)] = line
-            _walk(value, (*path, key.value), lines, problems, source, above)
+            self.lines[(*path, key.value)] = line
+            self.visit(value, (*path, key.value), above)
+
+    def _admit(self, node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
+        line = node.start_mark.line + 1
+        if any(node is outer for outer in above):
+            raise ConfigError([Problem("", "an alias stands inside the value it names: write the value out", line, self.source)])
+        if len(above) > DEEPEST:
+            raise ConfigError([_too_deep(line, self.source)])
+        self._values += 1
+        if self._values > MOST_VALUES:
+            message = f"more than {MOST_VALUES} values, aliases counted: a pipeline file is short; rows belong in data.train"
+            raise ConfigError([Problem("", message, line, self.source)])
 
 
 class _Loader(yaml.SafeLoader):

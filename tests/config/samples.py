@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from asyncrl.config.walk import Node, names_of
 
@@ -32,22 +33,22 @@ def at(values: dict[str, Any], key: str) -> tuple[Any, Any]:
 
 def wrong_values(node: Node) -> list[Any]:
     """Values of other types than the field takes."""
-    text = str(node.info.annotation)
+    text, nullable = str(node.info.annotation), NoneType in get_args(node.info.annotation)
     if node.is_list:
         return [1, "text", {"a": 1}, [], [3], None]
     if node.models:
-        return [1, 2.5, True, [1]] + ([] if node.is_entry else ["text"]) + ([] if "None" in text else [None])
+        return [1, 2.5, True, [1]] + ([] if node.is_entry else ["text"]) + ([] if nullable else [None])
     if names_of(node):
         return [1, 2.5, True, [1], {"a": 1}, "no_such_name", None]
     wrong: list[Any] = [[1], {"a": 1}]
-    if "None" not in text:
+    if not nullable:
         wrong.append(None)
     if "str" in text:
         return [*wrong, 1, 2.5, True]
     if "bool" in text:
         return [*wrong, 1, 0, "true", 2.5]
     if "int" in text:
-        return [*wrong, "1", 1.5, True, 2.0]
+        return [*wrong, "1", 1.5, True, 2.0, 10**30]
     return [*wrong, "1", "1e-3", True, float("nan"), float("inf")]
 
 

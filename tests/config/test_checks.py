@@ -63,6 +63,8 @@ def test_the_queue_message_says_rule_value_and_fix() -> None:
         (["queue.capacity_megabytes=0.001"], "queue.capacity_megabytes", "could never be sent"),
         (["rollout.agent=my_agent"], "rollout.agent", "pkg.mod:fn"),
         (["eval.every=10"], "eval", "set data.eval to null"),
+        (["checkpoint.best=reward/mean"], "checkpoint.best", "set checkpoint.every to a number of steps"),
+        (["checkpoint.best=eval/score", "checkpoint.every=5"], "checkpoint.best", "give held-out prompts as data.eval"),
         (["tracking.mlflow.uri=somewhere"], "tracking.mlflow.uri", "sqlite:///file.db"),
         (["tracking.mlflow.uri=sqlite://x.db"], "tracking.mlflow.uri", "sqlite:///file.db"),
         (["cluster.ray_address=ray://head:10001"], "cluster.ray_address", "host:port"),

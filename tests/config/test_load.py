@@ -93,7 +93,6 @@ def test_every_problem_is_reported_at_once_in_the_order_of_the_lines(pipeline: P
         ("sync.mode=disk", "not built yet"),
         ("inference.engine=sglang", "not built yet"),
         ("algorithm.proximal=loglinear", "not built yet"),
-        ("checkpoint.every=5", "not built yet: set checkpoint.every to 0"),
         ("algorithm.loss=ppo_clib", "the nearest known one is ppo_clip"),
         ("sync.mode=stagd", "the nearest known one is staged"),
         ("algorithm.correction.capp=2", "the nearest known one is algorithm.correction.cap"),
@@ -101,6 +100,9 @@ def test_every_problem_is_reported_at_once_in_the_order_of_the_lines(pipeline: P
         ("rollout.temperature=0.0", "set rollout.temperature above 0"),
         ("training.learning_rate=.nan", "a number, above 0"),
         ("training.steps=1.0", "a whole number, at least 1"),
+        ("training.steps=100000000000000000000", "no run counts that far"),
+        ("rollout.temperature=.inf", "rollout.temperature is inf, but must be finite"),
+        ("reward.functions=[]", "reward.functions is empty"),
         ("training", "KEY=VALUE"),
         ("=3", "KEY=VALUE"),
         ("training..steps=3", "KEY=VALUE"),
@@ -167,8 +169,17 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no pipeline file"):
         load_config(tmp_path / "nope.yaml")
-    with pytest.raises(UserError, match="cannot be read as a pipeline file"):
+    with pytest.raises(UserError, match="is a folder: give the pipeline file in it"):
         load_config(tmp_path)
+
+
+def test_what_is_no_text_of_a_page_is_refused_with_the_fix(tmp_path: Path) -> None:
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes(b"name: x\n# caf\xe9\n")
+    with pytest.raises(UserError, match=r"byte 0xe9 on line 2.*save it as UTF-8"):
+        load_config(latin)
+    with pytest.raises(UserError, match="larger than 2 MB"):
+        load_config("/dev/zero")
 
 
 def test_loading_the_dump_gives_an_equal_config_from_any_folder(pipeline: Path, tmp_path: Path) -> None:

@@ -42,13 +42,16 @@ def test_anchors_and_merge_keys_work_and_an_own_key_wins() -> None:
         ("a: 1\nb: 2\na: 3", "a stands twice, on lines 1 and 3", 3),
         ("a:\n  b: 1\n  b: 2", r"a\.b stands twice, on lines 2 and 3", 3),
         ("a: [1", "not YAML", 1),
-        ("a: 1\n\tb: 2", "not YAML", 2),
+        ("a: 1\n\tb: 2", "not YAML.*indent with spaces", 2),
+        ("a: one: two", "needs quotes", 1),
         ("a: !!python/object:os.system x", "not YAML", 1),
         ("a: &x [*x]", "alias", 1),
         ("1: x", "a key must be text", 1),
         ("? [a]\n: 1", "a key must be text", 1),
         ("--- 1\n--- 2", "single document", 2),
-        ("a: \x00", "not YAML", None),
+        ("a: 1\nb: \x00", "character U\\+0000: remove it", 2),
+        ("a: " + "[" * 60 + "]" * 60, "levels", 1),
+        ("a: " + "[" * 3000 + "]" * 3000, "levels", None),
         ("a: !!int x", "not YAML", None),
     ],
 )
@@ -57,3 +60,10 @@ def test_what_cannot_be_meant_is_refused_with_its_line(text: str, words: str, li
         read(text, "pipeline.yaml")
     assert caught.value.problems[0].line == line
     assert caught.value.problems[0].source == "pipeline.yaml"
+
+
+def test_aliases_that_multiply_are_refused_before_they_fill_the_memory() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    with pytest.raises(ConfigError, match="aliases counted"):
+        read("\n".join(lines), None)
