@@ -14,27 +14,31 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import random
 import signal
+import socket
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from asyncrl.engines.embedded import EmbeddedServer, EngineOptions
 from asyncrl.errors import RunError, UserError
 from asyncrl.protocols import PolicyVersion, WeightTarget
-from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 
 log = logging.getLogger(__name__)
+PORTS = range(20_000, 32_000)  # outside the ranges from which systems draw ports for outgoing connections
 WATCH_SECONDS = 0.25
 
 
 class WeightReceiver(Protocol):
     """What takes new versions in and commits them to a target. Either method may be a coroutine function."""
 
-    def start(self) -> Any:
-        """Bind; returns the address."""
+    def start(self, bind: str | None = None) -> Any:
+        """Bind, at this address or a free one; returns the address."""
 
     def close(self) -> Any: ...
 
@@ -65,13 +69,14 @@ class InferenceServer:
         self._stopping = asyncio.Event()
         self._state = "starting"
 
-    async def start(self) -> dict[str, str]:
+    async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
         """Load the model and bind. Raises UserError for a model that cannot be served."""
-        addresses = {"http": await self._server.start(self._host, self._port)}
+        port = urlsplit(earlier["http"]).port if "http" in earlier else None
+        addresses = {"http": await self._server.start(self._host, port or self._port or free_port(self._host))}
         if self._make_receiver is not None:
             self._receiver = self._make_receiver(self._server.engine)
-            addresses["weights"] = str(await _maybe_await(self._receiver.start()))
-        addresses["rpc"] = await self._rpc.start()
+            addresses["weights"] = str(await _maybe_await(self._receiver.start(earlier.get("weights"))))
+        addresses["rpc"] = await self._rpc.start(earlier.get("rpc"))
         self._state = "ready"
         return addresses
 
@@ -132,6 +137,15 @@ class InferenceServer:
             "pause_ms_p50": statistics.median(pauses) if pauses else 0.0,
         }
         return {"servers": {self.name: figures}}
+
+
+def free_port(host: str) -> int:
+    """A port that nobody has now, of those that no outgoing connection is given: it can be had again after this process."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port))
+            return port
+    raise RunError(f"no port of {PORTS.start}–{PORTS.stop - 1} is free on {host}: end what holds them (`ss -ltn` lists it)")
 
 
 def version_number(text: str) -> int | None:

@@ -4,7 +4,8 @@
                                                               ▲
     supervisor ── rpc: status | summary | stop ───────────────┘
 
-A service binds its sockets in `start`, so that nobody has to guess a port, and learns the others' addresses in `run`.
+A service binds its sockets in `start`, so that nobody has to guess a port, and learns the others' addresses in `run`. One that
+takes the place of a lost one binds where that was, so that nobody has to be told.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from asyncrl.transport.rpc import RpcServer
@@ -19,14 +21,17 @@ from asyncrl.transport.rpc import RpcServer
 AddressBook = Mapping[str, Mapping[str, str]]
 """Row name (``trainer/0``) to kind (``rpc``, ``http``, …) to address."""
 
+NOWHERE: Mapping[str, str] = MappingProxyType({})
+
 
 class Service(Protocol):
     """One process of the run."""
 
     name: str
 
-    async def start(self) -> dict[str, str]:
-        """Bind sockets, load models; the addresses by kind, ``rpc`` always among them."""
+    async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
+        """Bind sockets, load models; the addresses by kind, ``rpc`` always among them. earlier: those that an earlier process of
+        this row had, to be bound again."""
 
     async def run(self, book: AddressBook) -> None:
         """Work until the work is over or `stop` was asked. An exception here ends the run with this service's name."""

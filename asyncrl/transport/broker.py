@@ -22,7 +22,7 @@ import zmq
 from asyncrl.clock import Clock
 from asyncrl.errors import FrameError, MalformedFrame, OversizedFrame, TransportError
 from asyncrl.transport.exchange import Exchange
-from asyncrl.transport.loop_socket import Frames, LoopSocket, bound_address, open_socket
+from asyncrl.transport.loop_socket import Frames, LoopSocket, bind_socket, open_socket
 from asyncrl.transport.records import Incoming, Progress, Session
 from asyncrl.transport.wire import MAX_BODY_BYTES, read_from_client, write_frames
 
@@ -67,16 +67,16 @@ class Broker:
             "settle": self._settle, "refuse": self._refuse, "leave": self._leave,
         }  # fmt: skip
 
-    async def start(self) -> str:
-        """Bind and serve on the running loop; returns the address for `QueueSender` and `QueueReceiver`."""
+    async def start(self, bind: str | None = None) -> str:
+        """Bind, here or where the constructor said, and serve on the running loop; returns the address for `QueueSender` and
+        `QueueReceiver`."""
         assert self._socket is None, "a broker starts once"
         socket = open_socket(zmq.ROUTER, max_frame_bytes=self._max_bytes)
         try:
-            socket.bind(self._bind)
+            address = bind_socket(socket, bind or self._bind)
         except zmq.ZMQError:
             socket.close()
             raise
-        address = bound_address(socket)
         self._failed = asyncio.get_running_loop().create_future()
         self._socket = LoopSocket(socket, self._on_batch)
         self.exchange.wake = self.poke

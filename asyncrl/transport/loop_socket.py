@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+PORTS = range(20_000, 32_000)  # outside the ranges from which systems draw ports for outgoing connections
 READ_BATCH = 512  # multiparts taken at one wake-up before other callbacks get their turn
 
 Frames = list[bytes]
@@ -37,6 +38,16 @@ def open_socket(kind: int, *, max_frame_bytes: int, identity: bytes | None = Non
     if identity is not None:
         socket.setsockopt(zmq.ROUTING_ID, identity)
     return socket
+
+
+def bind_socket(socket: zmq.Socket[bytes], address: str) -> str:
+    """Bind, and say where. An address that ends in ``:*`` gets a free port of PORTS, which the system gives to nobody else
+    meanwhile: so a process that takes another's place can bind where that one was. Raises ZMQError."""
+    if address.startswith("tcp://") and address.endswith(":*"):
+        socket.bind_to_random_port(address[: -len(":*")], min_port=PORTS.start, max_port=PORTS.stop, max_tries=len(PORTS))
+    else:
+        socket.bind(address)
+    return bound_address(socket)
 
 
 def bound_address(socket: zmq.Socket[bytes]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from asyncrl.errors import DeadlineExceeded, FrameError, MalformedFrame, OversizedFrame, RemoteError, StreamClosed
-from asyncrl.transport.loop_socket import Frames, LoopSocket, bound_address, open_socket
+from asyncrl.transport.loop_socket import Frames, LoopSocket, bind_socket, open_socket
 from asyncrl.transport.values import pack_values, unpack_values
 
 MAX_CALL_BYTES = 256 * 10**6
@@ -44,16 +44,16 @@ class RpcServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self.stats = dict.fromkeys(("calls", "failed", "malformed", "oversized", "unknown_method"), 0)
 
-    async def start(self) -> str:
-        """Bind and serve on the running loop; returns the bound address, such as ``tcp://127.0.0.1:40123``."""
+    async def start(self, bind: str | None = None) -> str:
+        """Bind, here or where the constructor said, and serve on the running loop; returns the bound address, such as
+        ``tcp://127.0.0.1:20123``."""
         assert self._socket is None, "an RpcServer starts once"
         socket = open_socket(zmq.ROUTER, max_frame_bytes=self._max_call_bytes)
         try:
-            socket.bind(self._bind)
+            self.address = bind_socket(socket, bind or self._bind)
         except zmq.ZMQError:
             socket.close()
             raise
-        self.address = bound_address(socket)
         self._socket = LoopSocket(socket, self._on_batch)
         return self.address
 

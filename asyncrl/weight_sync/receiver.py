@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
 _MAX_MESSAGE_BYTES = 2**32
 _MAX_NUMBER = 2**63
+PORTS = range(20_000, 32_000)  # outside the ranges from which systems draw ports for outgoing connections
 _Job = tuple[bytes, dict[str, Any], Bytes]
 
 
@@ -61,14 +62,18 @@ class WeightReceiver:
         self._malformed = 0
         self._wake_address = f"inproc://{self.session}"
 
-    def start(self) -> str:
-        """Bind, start both threads; the bound address."""
+    def start(self, bind: str | None = None) -> str:
+        """Bind, here or where the constructor said, and start both threads; the bound address."""
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.SNDHWM, 0)
-        router.setsockopt(zmq.RCVHWM, 0)
         router.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        router.bind(self._bind)
+        router.setsockopt(zmq.RCVHWM, 0)
+        address = bind or self._bind
+        if address.endswith(":*"):
+            router.bind_to_random_port(address[: -len(":*")], min_port=PORTS.start, max_port=PORTS.stop, max_tries=len(PORTS))
+        else:
+            router.bind(address)
         address = bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         replies = self._context.socket(zmq.PULL)
         replies.bind(self._wake_address)

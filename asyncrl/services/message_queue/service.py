@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from asyncrl.ledger.local import LocalLedgerClient
 from asyncrl.ledger.store import FILE_NAME, LedgerWriter
 from asyncrl.services.ledger_client import ledger_handlers
 from asyncrl.services.message_queue.settling import ROLLOUTS, SCORED, connect, topics_of
-from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.services.tasks import first_to_end
 from asyncrl.transport.broker import Broker
 
@@ -36,12 +37,12 @@ class MessageQueueService:
         self._broker = Broker(self._queue.exchange, clock=clock, bind=bind)
         self._rpc = service_rpc(self)
 
-    async def start(self) -> dict[str, str]:
+    async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
         """Open the ledger's file, bind both sockets: ``rpc`` and ``broker``."""
         self._ledger.write_to(LedgerWriter(self._run_dir / FILE_NAME, wall=self._clock.wall))
         self._rpc.add(ledger_handlers(self._ledger, self._counts))
         self._rpc.add({"queue.unsettled": self.unsettled, "queue.stats": self._broker.stats})
-        addresses = {"broker": await self._broker.start(), "rpc": await self._rpc.start()}
+        addresses = {"broker": await self._broker.start(earlier.get("broker")), "rpc": await self._rpc.start(earlier.get("rpc"))}
         self._state = "ready"
         return addresses
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -30,7 +30,7 @@ from asyncrl.errors import AsyncrlError, DeadlineExceeded, SyncError
 from asyncrl.protocols.weights import FleetView, KvPolicy, PolicyVersion
 from asyncrl.services.parameter_sync.fleet import FleetState, Transfer
 from asyncrl.services.parameter_sync.stats import SyncStats
-from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.weight_sync.channel import Order, Outcome, Progress
 from asyncrl.weight_sync.fleet_client import view_to_wire
 from asyncrl.weight_sync.plan import Plan, RankPlan, merge
@@ -102,8 +102,8 @@ class ParameterSyncService:
         }
         self._rpc = service_rpc(self, handlers)
 
-    async def start(self) -> dict[str, str]:
-        return {"rpc": await self._rpc.start()}
+    async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
+        return {"rpc": await self._rpc.start(earlier.get("rpc"))}
 
     async def run(self, book: AddressBook) -> None:
         for name, addresses in book.items():

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ from asyncrl.scheduling.groups import FailedGroup, GroupAssembler, MemberScore
 from asyncrl.services.reward.dispatch import Batch, Dispatcher, Job, WorkerView
 from asyncrl.services.reward.meter import ScoreMeter
 from asyncrl.services.reward.outbox import Outbox
-from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.services.tasks import all_to_end, cancel, first_to_end
 from asyncrl.transport.rpc import RpcClient
 
@@ -104,8 +104,8 @@ class RewardFront:
 
     # ---- the service -------------------------------------------------------------------------------------------
 
-    async def start(self) -> dict[str, str]:
-        address = await self._rpc.start()
+    async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
+        address = await self._rpc.start(earlier.get("rpc"))
         return {"rpc": address, "workers": address}
 
     async def run(self, book: AddressBook) -> None:

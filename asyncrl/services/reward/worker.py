@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.clock import Clock
@@ -21,7 +21,7 @@ from asyncrl.errors import RunError, TransportError
 from asyncrl.rewards import Item
 from asyncrl.rewards.executor import Executor
 from asyncrl.services.reward.front import Link
-from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.services.tasks import first_to_end
 from asyncrl.transport.rpc import RpcClient
 
@@ -48,10 +48,10 @@ class RewardWorker:
         self._busy_seconds = 0.0
         self._rpc = service_rpc(self, {"score": self.score})
 
-    async def start(self) -> dict[str, str]:
+    async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
         """Loads the functions, so that one that cannot be loaded fails the start with its reason."""
         await self._executor.start()
-        self._address = await self._rpc.start()
+        self._address = await self._rpc.start(earlier.get("rpc"))
         return {"rpc": self._address}
 
     async def run(self, book: AddressBook) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from asyncrl.services.rollouter.groups import GroupTable
 from asyncrl.services.rollouter.outbox import Outbox
 from asyncrl.services.rollouter.parts import RollouterParts
 from asyncrl.services.rollouter.pulse import Pulse
-from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.services.tasks import first_leaf, first_to_end
 from asyncrl.transport.rpc import RpcServer
 
@@ -73,9 +73,9 @@ class Rollouter:
         self._outbox: Outbox
         self._evaluator: Evaluator | None = None
 
-    async def start(self) -> dict[str, str]:
+    async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
         self._rpc = service_rpc(self, {"in_flight": self.in_flight})
-        return {"rpc": await self._rpc.start()}
+        return {"rpc": await self._rpc.start(earlier.get("rpc"))}
 
     async def run(self, book: AddressBook) -> None:
         self._take_parts(await self._connect(book))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
 from asyncrl.protocols import EngineLauncher, TrainingEngine
-from asyncrl.services.service import AddressBook, service_rpc
+from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.services.trainer.leader import Leader
 from asyncrl.services.trainer.parts import Connect, RunBlocking, TrainerParts
 from asyncrl.services.trainer.ranks import follow
@@ -44,9 +45,9 @@ class TrainerService:
         self._state = "starting"
         self._rpc: RpcServer | None = None
 
-    async def start(self) -> dict[str, str]:
+    async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
         self._rpc = service_rpc(self)
-        address = await self._rpc.start()
+        address = await self._rpc.start(earlier.get("rpc"))
         await self._prepare()
         return {"rpc": address, **({"meeting_point": self._meeting_point} if self._meeting_point else {})}
 
