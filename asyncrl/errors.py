@@ -15,6 +15,7 @@
     │   ├── DeadlineExceeded, StreamClosed, MessageTooLarge
     │   └── RemoteError           a remote call raised; carries the remote error's type and text
     ├── LedgerError               IllegalTransition, LedgerCorrupt
+    ├── CheckpointError           a checkpoint could not be written, read or exported; a run goes on without one
     ├── SyncError                 StaleIncarnation, DigestMismatch, PlanMismatch
     ├── GenerationFailed          a server could not produce a response
     └── RewardFailed              a reward function raised, timed out or returned no number
@@ -156,6 +157,10 @@ class IllegalTransition(LedgerError):
 
 class LedgerCorrupt(LedgerError):
     """The ledger's file does not hold what a ledger holds."""
+
+
+class CheckpointError(AsyncrlError):
+    """A checkpoint could not be written, or does not hold what a checkpoint holds."""
 
 
 class SyncError(AsyncrlError):

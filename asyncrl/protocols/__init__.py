@@ -18,7 +18,7 @@ from asyncrl.protocols.ledger import (
 from asyncrl.protocols.prompts import Prompt, PromptSource, Tokenizer
 from asyncrl.protocols.queue import Delivery, Receiver, Sender
 from asyncrl.protocols.tracking import Tracker
-from asyncrl.protocols.training import EngineLauncher, StepOutcome, TrainBatch, TrainingEngine
+from asyncrl.protocols.training import EngineLauncher, StateFiles, StepOutcome, TrainBatch, TrainingEngine
 from asyncrl.protocols.weights import CommitReport, Fleet, FleetView, PolicyVersion, ServerView, WeightPublisher, WeightTarget
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "SamplingParams",
     "Sender",
     "ServerView",
+    "StateFiles",
     "StepOutcome",
     "StepRecord",
     "Tokenizer",

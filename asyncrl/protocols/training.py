@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.messages import ScoredGroup
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,38 @@ class TrainingEngine(Protocol):
     def train(self, batch: TrainBatch) -> StepOutcome:
         """Advantages, proximal log-probs, corrections, and one optimizer update per mini-batch and pass."""
 
+    def begin_save(self, folder: str) -> float:
+        """Copy model, optimizer and the state of every random generator aside, and begin to write them into `folder` in the
+        background. Returns the seconds that the optimizer was held. At most one save at a time; one that cannot be begun is a
+        failed save, and `finish_save` says why."""
+
+    def save_done(self) -> bool:
+        """Whether this rank has nothing left to write. No rank waits for another here."""
+
+    def finish_save(self, timeout: float) -> float:
+        """Wait up to `timeout` seconds until every rank has written its part; the seconds that writing took, of the slowest.
+        Raises CheckpointError on every rank when one failed, or is not done in time: no file of that save counts."""
+
+    def load(self, folder: str) -> None:
+        """Model, optimizer and random generators as they were saved, by any number of ranks. Before the first `train`. Raises
+        CheckpointError on every rank when one cannot."""
+
     def close(self) -> None:
         """Leave the process group."""
+
+
+class StateFiles(Protocol):
+    """How an engine's state lies in a folder: named tensors, in any number of files. `asyncrl.checkpoint.dcp` has it."""
+
+    def write(self, folder: str, tensors: Mapping[str, torch.Tensor], group: ProcessGroup | None) -> None:
+        """Blocking, on every rank of `group` (None: this process alone): of a DTensor this rank's shard, another tensor once.
+        Raises CheckpointError on every rank when one fails."""
+
+    def describe(self, folder: str) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """(shape, dtype such as ``float32``) by name. Raises CheckpointError for a folder that is damaged."""
+
+    def read(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Blocking, each rank for itself: fill these tensors in place. Raises CheckpointError."""
 
 
 class EngineLauncher(Protocol):

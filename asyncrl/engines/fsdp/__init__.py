@@ -5,6 +5,8 @@
 
 Every rank is handed the same batch, computes what concerns the whole of it (advantages, denominators, plans) by itself, and runs
 its own share of the micro-batches; gradients are summed. `process_group.py` is where ranks meet.
+
+    engine ─ state.py: tensors by name ─▶ copy aside ─ saving.py: a thread ─▶ StateFiles ─▶ a checkpoint's folder
 """
 
 from asyncrl.engines.fsdp.engine import FsdpEngine

@@ -17,10 +17,13 @@ from asyncrl.algorithms.aggregation import response_coefficients
 from asyncrl.algorithms.proximal import PROXIMALS
 from asyncrl.algorithms.reports import correction_metrics
 from asyncrl.config.schema import Config
+from asyncrl.engines.fsdp import state
 from asyncrl.engines.fsdp.collate import collate_step, input_lengths
 from asyncrl.engines.fsdp.model import PolicyModel
 from asyncrl.engines.fsdp.process_group import RankGroup
+from asyncrl.engines.fsdp.saving import Saver, Saves
 from asyncrl.engines.fsdp.update import MicroSums, StepWork, micro_loss, policy_log_probs, view
+from asyncrl.errors import CheckpointError
 from asyncrl.protocols import StepOutcome, TrainBatch
 from asyncrl.scheduling.microbatches import MicroBatch, plan_microbatches
 
@@ -52,8 +55,9 @@ class FsdpEngine:
     The gradient is a sum over ranks with global denominators: the same for any cut into micro-batches and any number of ranks.
     """
 
-    def __init__(self, config: Config, policy: PolicyModel, group: RankGroup, device: torch.device):
-        self._config, self._group, self._device = config, group, device
+    def __init__(self, config: Config, policy: PolicyModel, group: RankGroup, device: torch.device, saves: Saves | None = None):
+        """saves: how its state lies in files; None for an engine that is never saved or loaded."""
+        self._config, self._group, self._device, self._saves = config, group, device, saves
         full = dict(policy.named_parameters()) if group.rank == 0 and group.world_size > 1 else {}
         self._policy = _shard(policy, config, group, device)
         _spread(self._policy, full, group)
@@ -68,6 +72,9 @@ class FsdpEngine:
             weight_decay=training.weight_decay,
             fused=True,
         )
+        self._saver: Saver | None = None
+        if saves is not None:
+            self._saver = Saver(saves, group, timeout_seconds=config.checkpoint.timeout_seconds)
 
     @property
     def rank(self) -> int:
@@ -90,7 +97,50 @@ class FsdpEngine:
         return self._policy.model.config
 
     def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
         self._group.close()
+
+    # ---- its state, saved and loaded ---------------------------------------------------------------------------
+
+    def begin_save(self, folder: str) -> float:
+        return self._need_saver().begin(folder, self._whole_state)
+
+    def save_done(self) -> bool:
+        return self._need_saver().done()
+
+    def finish_save(self, timeout: float) -> float:
+        return self._need_saver().finish(timeout)
+
+    def load(self, folder: str) -> None:
+        """Each rank reads its shards for itself; then all agree that all could."""
+        failure = ""
+        try:
+            self._load_own(folder)
+        except CheckpointError as error:
+            failure = str(error)
+        failures = [text for text in self._group.gather_texts(failure) if text]
+        if failures:
+            raise CheckpointError("; ".join(dict.fromkeys(failures)))
+
+    def _load_own(self, folder: str) -> None:
+        assert self._saves is not None, "this engine was made without files"
+        files = self._saves.files
+        described = files.describe(folder)
+        room = state.make_room(self._policy, self._optimizer, described)
+        generators, own = state.generator_room(described, self.rank)
+        files.read(folder, room | generators)
+        state.restore_generators(generators, self._device, self.rank, own=own)
+
+    def _whole_state(self) -> dict[str, torch.Tensor]:
+        live = state.live_state(self._policy, self._optimizer)
+        return {name: tensor.detach() for name, tensor in live.items()} | state.generator_state(self.rank, self._device)
+
+    def _need_saver(self) -> Saver:
+        assert self._saver is not None, "this engine was made without files"
+        return self._saver
+
+    # ---- training ----------------------------------------------------------------------------------------------
 
     def train(self, batch: TrainBatch) -> StepOutcome:
         if not batch.groups:

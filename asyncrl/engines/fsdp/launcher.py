@@ -13,13 +13,20 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.config.schema import Config
 from asyncrl.engines.fsdp.engine import FsdpEngine
 from asyncrl.engines.fsdp.model import PolicyModel, load_policy
+from asyncrl.engines.fsdp.model_files import ModelFiles
 from asyncrl.engines.fsdp.process_group import JOIN_SECONDS, RankGroup, open_meeting_point
+from asyncrl.engines.fsdp.saving import Saves
+from asyncrl.protocols import StateFiles
 
 
 class FsdpLauncher:
-    """Builds one rank's engine. `model_path` is the folder or hub name with a built-in already resolved."""
+    """Builds one rank's engine. `model_path` is the folder or hub name with a built-in already resolved; `files` is how the
+    engine's state is saved and loaded (None: it never is)."""
 
-    def __init__(self, config: Config, *, model_path: str | Path, rank: int, host: str = "127.0.0.1"):
+    def __init__(
+        self, config: Config, *, model_path: str | Path, rank: int, host: str = "127.0.0.1", files: StateFiles | None = None
+    ):
+        self._saves = None if files is None else Saves(files, ModelFiles(config.model, model_path))
         self._config, self._model_path, self._rank, self._host = config, model_path, rank, host
         self._store: dist.Store | None = None
         self._policy: PolicyModel | None = None
@@ -60,7 +67,7 @@ class FsdpLauncher:
             timeout_seconds=self._config.training.step_timeout_seconds,
         )
         policy, self._policy = self._policy, None
-        return FsdpEngine(self._config, policy, group, self._device)
+        return FsdpEngine(self._config, policy, group, self._device, self._saves)
 
 
 def training_device(rank: int) -> torch.device:

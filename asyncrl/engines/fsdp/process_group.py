@@ -1,7 +1,8 @@
 """Where the ranks meet, and how rank 0's bytes reach all of them by a deadline.
 
 Rank 0 opens the meeting point (a TCP store on a free port) and its address travels in the address book; nobody guesses a port.
-Bytes go over a gloo group of their own, on the CPU, whatever carries the gradients.
+Bytes go over a gloo group of their own, on the CPU, whatever carries the gradients. What other threads do together goes over side
+groups: two threads never share a group.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -56,6 +58,20 @@ class RankGroup:
             raise self._named(error) from error
         return data.numpy().tobytes()
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text, by rank, on every rank. Raises as `broadcast` does."""
+        if self.world_size == 1:
+            return [text]
+        try:
+            return _gather_texts(text, self._control, self.world_size)
+        except RuntimeError as error:
+            raise self._named(error) from error
+
+    def side_group(self, timeout_seconds: float) -> SideGroup:
+        """A group of the same ranks for another thread. Called on every rank, by the thread that makes all other calls here."""
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+        return SideGroup(group, self.world_size, self._named)
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:
@@ -80,6 +96,36 @@ class RankGroup:
                 f"trainer/{self.rank}: a peer did not come within {seconds:.0f} s (training.step_timeout_seconds)"
             )
         return TransportError(f"trainer/{self.rank}: another trainer rank is gone: {text.splitlines()[0]}")
+
+
+class SideGroup:
+    """The ranks as one other thread of each sees them, over gloo."""
+
+    def __init__(self, group: dist.ProcessGroup, world_size: int, named: Callable[[RuntimeError], TransportError]):
+        self.group, self._world_size, self._named = group, world_size, named
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text, by rank, on every rank. Raises as `RankGroup.broadcast` does."""
+        try:
+            return _gather_texts(text, self.group, self._world_size)
+        except RuntimeError as error:
+            raise self._named(error) from error
+
+    def close(self) -> None:
+        """No thread is inside."""
+        dist.destroy_process_group(self.group)
+
+
+def _gather_texts(text: str, group: dist.ProcessGroup | None, world_size: int) -> list[str]:
+    """Two rounds: lengths, then bytes padded to the longest."""
+    mine = text.encode()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    longest = max(1, *(int(length) for length in lengths))
+    padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size)]
+    dist.all_gather(padded, torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8), group=group)
+    pairs = zip(padded, lengths, strict=True)
+    return [data[: int(length)].numpy().tobytes().decode() for data, length in pairs]
 
 
 def store_is_local(store: dist.Store) -> bool:
