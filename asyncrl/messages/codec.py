@@ -1,23 +1,27 @@
 """Messages as bytes: a msgpack header and raw arrays, as frames or as one payload.
 
-    header  = [tag, schema version, [field, …], [dtype, …], [size, …]]       every array has one dimension, of `size` elements
+    header  = [tag, schema version, [field, …], [count, …]]        counts: prompt tokens P, tokens T; of a group also members n
     frames  = [header, array, array, …]
-    payload = header's length (8 bytes), header, array, array, …             each padded to 8 bytes, so that arrays stay aligned
+    payload = header's length (8 bytes), header, padding, array, array, …, padding
 
-Fields and arrays stand in the order of the tables below; numbers are little-endian. What `decode` and `from_payload` return has
-the types, dtypes and shapes that `types` promises, or they raise a FrameError: garbage never becomes a message. A message that
-would be refused there is refused by `encode` and `to_payload`, so that the mistake shows where it was made.
+Fields and arrays stand in the order of the tables below. Each array has one dimension, and its size follows from the counts.
+Arrays of int32 come first, then those of float32, last the mask, a byte per token: with the header padded to 8 bytes all are
+aligned. Numbers are little-endian. What `decode` and `from_payload` return has the types, dtypes and shapes that `types`
+promises, or they raise a FrameError: garbage never becomes a message. A message that would be refused there is refused by
+`encode` and `to_payload`, so that the mistake shows where it was made.
 
 The payload stands on the hot path, twice per trajectory. Hence the few plain ways to save time: arrays are slices of one view
-of the payload, tables replace attribute lists, a dataclass is filled at once.
+of the payload, tables replace attribute lists, a dataclass is filled at once, one packer serves everybody (what it packs are
+plain types, checked before: it runs no Python code, so threads cannot meet in it).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from operator import itemgetter
+from struct import Struct
 from typing import Any, TypeVar
 
 import msgpack
@@ -27,7 +31,7 @@ import numpy.typing as npt
 from asyncrl.errors import MalformedFrame, OversizedFrame, TruncatedFrame, UnknownSchema, UnknownTag
 from asyncrl.messages.types import GroupId, ScoredGroup, Trajectory, TrajectoryId
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 TRAJECTORY, SCORED_GROUP = "trajectory", "scored_group"
 
 Message = Trajectory | ScoredGroup
@@ -43,23 +47,24 @@ _GROUP_FIELDS = (
     "id", "group_size", "start_version", "components", "finish_reasons", "failures", "prompt", "responses", "ground_truth",
     "metrics",
 )  # fmt: skip
-_TRAJECTORY_ARRAYS = ("prompt_tokens", "response_tokens", "loss_mask", "log_probs", "versions")
-_GROUP_ARRAYS = (*_TRAJECTORY_ARRAYS, "members", "lengths", "rewards")  # then one per component, whose names are a field
+_TRAJECTORY_ARRAYS = ("prompt_tokens", "response_tokens", "versions", "log_probs", "loss_mask")
+_GROUP_ARRAYS = ("prompt_tokens", "response_tokens", "versions", "members", "lengths", "log_probs", "rewards", "loss_mask")
+_NUM_GROUP_INTS = 5
+_BEFORE_COMPONENTS = 7  # of a group's arrays: then comes one per component, whose names are a field, then the mask
 _TRAJECTORY_PARTS, _GROUP_PARTS = _TRAJECTORY_FIELDS + _TRAJECTORY_ARRAYS, _GROUP_FIELDS + _GROUP_ARRAYS
-_TRAJECTORY_DTYPES = ["<i4", "<i4", "|b1", "<f4", "<i4"]
-_GROUP_DTYPES = [*_TRAJECTORY_DTYPES, "<i4", "<i4", "<f4"]
-_COMPONENT_DTYPE = "<f4"
 
-_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("<i4", "<f4", "|b1")}
-_INT32, _FLOAT32, _BOOL = _DTYPES.values()
+_INT32, _FLOAT32, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|b1")
+_TRAJECTORY_DTYPES = [_INT32] * 3 + [_FLOAT32, _BOOL]
+_NUM_COUNTS = {TRAJECTORY: 2, SCORED_GROUP: 3}
 _FINISH_REASONS = frozenset(("stop", "length", "abort", "failed"))
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _CONTAINERS = frozenset((list, tuple, dict))
 _PADDING = [bytes(-size % 8) for size in range(8)]
-_LENGTH_BYTES = 8
+_LENGTH = Struct("<Q")
 
 _trajectory_fields, _trajectory_arrays = itemgetter(*_TRAJECTORY_FIELDS), itemgetter(*_TRAJECTORY_ARRAYS)
 _group_fields, _group_arrays = itemgetter(*_GROUP_FIELDS), itemgetter(*_GROUP_ARRAYS)
+_pack = msgpack.Packer(unicode_errors="surrogatepass").pack
 
 
 def envelope(message: Message) -> tuple[str, str]:
@@ -73,16 +78,16 @@ def envelope(message: Message) -> tuple[str, str]:
 
 def encode(message: Message) -> list[bytes]:
     """The frames of a message. Raises MalformedFrame for one that `decode` would refuse, with its id and what is wrong."""
-    header, arrays = _take_apart(message)
+    header, arrays, _ = _take_apart(message)
     return [header, *(array.tobytes() for array in arrays)]
 
 
 def to_payload(message: Message) -> bytes:
     """The message as one payload. Raises as `encode`."""
-    header, arrays = _take_apart(message)
-    parts: list[Any] = [len(header).to_bytes(_LENGTH_BYTES, "little"), header, _PADDING[len(header) & 7]]
-    for array in arrays:
-        parts += (np.ascontiguousarray(array), _PADDING[array.nbytes & 7])
+    header, arrays, num_bytes = _take_apart(message)
+    parts: list[Any] = [_LENGTH.pack(len(header)), header, _PADDING[len(header) & 7]]
+    parts += map(np.ascontiguousarray, arrays)
+    parts.append(_PADDING[num_bytes & 7])
     return b"".join(parts)
 
 
@@ -96,134 +101,178 @@ def decode(frames: Sequence[Frame], *, max_bytes: int) -> Message:
     size = sum(map(len, frames))
     if size > max_bytes:
         raise OversizedFrame(f"a message of {size} bytes arrived, {max_bytes} are admitted")
-    tag, fields, names, sizes = _header(frames[0])
+    tag, fields, counts = _header(frames[0])
+    dtypes, sizes = _dtypes_and_sizes(tag, fields, counts)
     found = [len(frame) for frame in frames[1:]]
-    if found != [count * _DTYPES[name].itemsize for name, count in zip(names, sizes, strict=True)]:
+    if found != [count * dtype.itemsize for dtype, count in zip(dtypes, sizes, strict=True)]:
         raise TruncatedFrame(f"{tag} announces arrays of {sizes!r:.80} elements; frames of {found} bytes came")
-    return _put_together(tag, fields, [np.frombuffer(frame, name) for frame, name in zip(frames[1:], names, strict=True)])
+    arrays = [np.frombuffer(frame, dtype) for frame, dtype in zip(frames[1:], dtypes, strict=True)]
+    return _put_together(tag, fields, arrays)
 
 
 def from_payload(payload: Frame) -> Message:
     """The message of this payload; its arrays are read-only views of it. Raises as `decode`."""
     view = memoryview(payload)
-    if len(view) < _LENGTH_BYTES or len(view) % 8:
+    if len(view) < _LENGTH.size or len(view) % 8:
         raise TruncatedFrame(f"a payload is a multiple of 8 bytes, found {len(view)}")
-    header_bytes = int.from_bytes(view[:_LENGTH_BYTES], "little")
-    start = _LENGTH_BYTES + header_bytes + (-header_bytes & 7)
+    (header_bytes,) = _LENGTH.unpack_from(view)
+    header_end = _LENGTH.size + header_bytes
+    start = header_end + 7 & -8
     if start > len(view):
         raise TruncatedFrame(f"the payload announces a header of {header_bytes} bytes and has {len(view)} in all")
-    tag, fields, names, sizes = _header(view[_LENGTH_BYTES : _LENGTH_BYTES + header_bytes])
-    integers = np.frombuffer(view, _INT32)
-    whole = {"<i4": (integers, 4), "<f4": (integers.view(_FLOAT32), 4), "|b1": (integers.view(_BOOL), 1)}
-    arrays: list[Array] = []
-    for name, size in zip(names, sizes, strict=True):
-        of, width = whole[name]
-        first = start // width
-        arrays.append(of[first : first + size])
-        start += size * width + 7 & -8
-    if start != len(view):
-        raise TruncatedFrame(f"the payload announces {start} bytes, found {len(view)}")
-    return _put_together(tag, fields, arrays)
+    tag, fields, counts = _header(view[_LENGTH.size : header_end])
+    cut = _cut_trajectory if tag == TRAJECTORY else _cut_scored_group
+    return _put_together(tag, fields, cut(view, start, fields, counts))
 
 
-def _header(frame: Frame) -> tuple[str, list[Any], list[str], list[int]]:
-    """(tag, fields, dtypes, sizes): the dtypes are those of the tag, the sizes are counts, as many as there are arrays."""
+def _cut_trajectory(view: memoryview, start: int, _fields: list[Any], counts: list[int]) -> list[Array]:
+    """The arrays that begin at byte `start` and fill the payload."""
+    num_prompt, num_tokens = counts
+    prompt = start // 4  # from here on in elements of 4 bytes
+    tokens = prompt + num_prompt
+    versions = tokens + num_tokens
+    log_probs = versions + num_tokens
+    mask = log_probs + num_tokens
+    _check_end(view, 4 * mask + num_tokens)
+    ints = np.frombuffer(view, _INT32)
+    floats, bools = ints[log_probs:mask].view(_FLOAT32), ints[mask:].view(_BOOL)
+    return [ints[prompt:tokens], ints[tokens:versions], ints[versions:log_probs], floats, bools[:num_tokens]]
+
+
+def _cut_scored_group(view: memoryview, start: int, fields: list[Any], counts: list[int]) -> list[Array]:
+    """As `_cut_trajectory`."""
+    _, sizes = _dtypes_and_sizes(SCORED_GROUP, fields, counts)
+    bounds = list(accumulate(sizes[:-1], initial=start // 4))  # of the arrays before the mask, in elements of 4 bytes
+    mask = bounds[-1]
+    _check_end(view, 4 * mask + sizes[-1])
+    ints = np.frombuffer(view, _INT32)
+    floats, bools = ints.view(_FLOAT32), ints[mask:].view(_BOOL)
+    arrays: list[Array] = [ints[first:end] for first, end in pairwise(bounds[: _NUM_GROUP_INTS + 1])]
+    return [*arrays, *(floats[first:end] for first, end in pairwise(bounds[_NUM_GROUP_INTS:])), bools[: sizes[-1]]]
+
+
+def _check_end(view: memoryview, end: int) -> None:
+    if end + 7 & -8 != len(view):
+        raise TruncatedFrame(f"the payload announces {end} bytes, found {len(view)}")
+
+
+def _header(frame: Frame) -> tuple[str, list[Any], list[int]]:
+    """(tag, fields, counts): as many fields as the tag has, and counts that are counts."""
     try:
         header = msgpack.unpackb(frame, unicode_errors="surrogatepass", ext_hook=_no_extension)
     except MalformedFrame:
         raise
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise MalformedFrame(f"the header is not msgpack: {error}") from error
-    if type(header) is not list or len(header) != 5:
-        raise MalformedFrame("the header must be [tag, schema version, fields, dtypes, sizes]")
-    tag, schema, fields, names, sizes = header
+    if type(header) is not list or len(header) != 4:
+        raise MalformedFrame("the header must be [tag, schema version, fields, counts]")
+    tag, schema, fields, counts = header
     if tag not in (TRAJECTORY, SCORED_GROUP):
         raise UnknownTag(f"the header names {tag!r:.40}; known are {TRAJECTORY} and {SCORED_GROUP}")
     if type(schema) is not int or schema != SCHEMA_VERSION:
         raise UnknownSchema(f"{tag} of schema {schema!r:.40}; this build reads schema {SCHEMA_VERSION}")
     if type(fields) is not list:
         raise MalformedFrame("fields must be a list")
-    expected = _dtypes(tag, fields)
-    if names != expected:
-        raise MalformedFrame(f"{tag} has arrays of {expected}; found {names!r:.120}")
-    if type(sizes) is not list or len(sizes) != len(expected):
-        raise MalformedFrame(f"{tag} has {len(expected)} arrays; found sizes {sizes!r:.120}")
-    for size in sizes:
-        if type(size) is not int or size < 0:
-            raise MalformedFrame(f"sizes are counts; found {sizes!r:.120}")
-    return tag, fields, names, sizes
+    _check_fields(tag, fields)
+    if type(counts) is not list or len(counts) != _NUM_COUNTS[tag] or not _are_counts(counts):
+        raise MalformedFrame(f"{tag} has {_NUM_COUNTS[tag]} counts, each at least 0; found {counts!r:.120}")
+    return tag, fields, counts
 
 
 def _no_extension(code: int, _data: bytes) -> Any:
     raise MalformedFrame(f"a message has no extension types, found {code}")
 
 
-def _dtypes(tag: str, fields: Sequence[Any]) -> list[str]:
-    """The dtypes of a message with this tag; those of a scored group depend on its components. Checks the number of fields."""
+def _check_fields(tag: str, fields: Sequence[Any]) -> None:
+    """Their number, and the names of a scored group's components, on which the number of arrays depends."""
     if tag == TRAJECTORY:
-        _check(len(fields) == 12, "a trajectory has 12 fields", len(fields))
-        return _TRAJECTORY_DTYPES
-    _check(len(fields) == 10, "a scored group has 10 fields", len(fields))
+        if len(fields) != len(_TRAJECTORY_FIELDS):
+            raise MalformedFrame(f"a trajectory has {len(_TRAJECTORY_FIELDS)} fields; found {len(fields)}")
+        return
+    _check(len(fields) == len(_GROUP_FIELDS), f"a scored group has {len(_GROUP_FIELDS)} fields", len(fields))
     names = fields[3]
     _check(_list_of(names, _is_text) and len(set(names)) == len(names), "components have names, each once", names)
-    return _GROUP_DTYPES + [_COMPONENT_DTYPE] * len(names)
 
 
-def _take_apart(message: Message) -> tuple[bytes, list[Array]]:
-    """(header, arrays), every rule checked."""
+def _dtypes_and_sizes(tag: str, fields: Sequence[Any], counts: Sequence[int]) -> tuple[list[np.dtype[Any]], list[int]]:
+    """Of each array, in their order."""
+    if tag == TRAJECTORY:
+        prompt, tokens = counts
+        return _TRAJECTORY_DTYPES, [prompt, tokens, tokens, tokens, tokens]
+    prompt, tokens, members = counts
+    of_members = 1 + len(fields[3])  # rewards and components
+    dtypes = [_INT32] * _NUM_GROUP_INTS + [_FLOAT32] * (1 + of_members) + [_BOOL]
+    return dtypes, [prompt, tokens, tokens, members, members, tokens] + [members] * of_members + [tokens]
+
+
+def _take_apart(message: Message) -> tuple[bytes, Sequence[Array], int]:
+    """(header, arrays, bytes of the arrays), every rule checked."""
     values = message.__dict__
+    fields: Sequence[Any]
+    arrays: Sequence[Array]
     if type(message) is Trajectory:
-        tag, fields, arrays = TRAJECTORY, list(_trajectory_fields(values)), list(_trajectory_arrays(values))
+        tag, fields, arrays = TRAJECTORY, _trajectory_fields(values), _trajectory_arrays(values)
     else:
         assert type(message) is ScoredGroup, f"no message: {type(message).__name__}"
         tag, fields, arrays = SCORED_GROUP, list(_group_fields(values)), list(_group_arrays(values))
         fields[3] = list(message.components)
-        arrays += message.components.values()
+        arrays[_BEFORE_COMPONENTS:_BEFORE_COMPONENTS] = message.components.values()
     try:
-        names = _dtypes(tag, fields)
-        if [array.dtype for array in arrays] != [_DTYPES[name] for name in names] or {array.ndim for array in arrays} != {1}:
-            found = [f"{array.dtype}{list(array.shape)}" for array in arrays]
-            raise MalformedFrame(f"its arrays are one-dimensional, of {names}; found {found}")
+        _check_fields(tag, fields)
+        counts = [arrays[0].size, arrays[1].size]
+        if tag == SCORED_GROUP:
+            counts.append(arrays[3].size)
+        dtypes, sizes = _dtypes_and_sizes(tag, fields, counts)
+        _check_arrays(arrays, dtypes, sizes)
         _check_parts(tag, fields, arrays)
-        sizes = [array.size for array in arrays]
-        return msgpack.packb([tag, SCHEMA_VERSION, fields, names, sizes], unicode_errors="surrogatepass"), arrays
+        return _pack((tag, SCHEMA_VERSION, fields, counts)), arrays, 4 * sum(sizes[:-1]) + sizes[-1]
     except MalformedFrame as error:
         raise MalformedFrame(f"{tag} {message.id}: {error}") from None
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise MalformedFrame(f"{tag} {message.id} holds a value that cannot travel: {error}") from error
+
+
+def _check_arrays(arrays: Sequence[Array], dtypes: list[np.dtype[Any]], sizes: list[int]) -> None:
+    if [array.dtype for array in arrays] == dtypes and [array.shape for array in arrays] == [(size,) for size in sizes]:
+        return
+    found = [f"{array.dtype}{list(array.shape)}" for array in arrays]
+    raise MalformedFrame(
+        f"arrays are one-dimensional, of {[dtype.str for dtype in dtypes]}; those of tokens are equally long, rewards and "
+        f"components have one value per member; found {found}"
+    )
 
 
 def _put_together(tag: str, fields: list[Any], arrays: list[Array]) -> Message:
     """The message of these parts, every rule checked."""
-    if arrays[2].tobytes().translate(None, b"\0\1"):
+    if arrays[-1].tobytes().translate(None, b"\0\1"):
         raise MalformedFrame("loss_mask holds a byte other than 0 and 1")
     _check_parts(tag, fields, arrays)
     if tag == TRAJECTORY:
         fields[0] = TrajectoryId._make(fields[0])
-        return _filled(Trajectory, zip(_TRAJECTORY_PARTS, fields + arrays, strict=True))
+        return _filled(Trajectory, dict(zip(_TRAJECTORY_PARTS, fields + arrays, strict=True)))
     fields[0] = GroupId._make(fields[0])
-    fields[3] = dict(zip(fields[3], arrays[len(_GROUP_ARRAYS) :], strict=True))
-    return _filled(ScoredGroup, zip(_GROUP_PARTS, fields + arrays[: len(_GROUP_ARRAYS)], strict=True))
+    fields[3] = dict(zip(fields[3], arrays[_BEFORE_COMPONENTS:-1], strict=True))
+    del arrays[_BEFORE_COMPONENTS:-1]
+    return _filled(ScoredGroup, dict(zip(_GROUP_PARTS, fields + arrays, strict=True)))
 
 
-def _filled(kind: type[_Kind], values: Iterable[tuple[str, Any]]) -> _Kind:
+def _filled(kind: type[_Kind], values: dict[str, Any]) -> _Kind:
     """A frozen dataclass, its fields set at once: its own `__init__` sets them one by one, at three times the cost."""
     message = object.__new__(kind)
-    message.__dict__.update(values)
+    object.__setattr__(message, "__dict__", values)
     return message
 
 
-def _check_parts(tag: str, fields: list[Any], arrays: list[Array]) -> None:
-    """Every rule of `types` on parts whose number and dtypes are right. Raises MalformedFrame."""
+def _check_parts(tag: str, fields: Sequence[Any], arrays: Sequence[Array]) -> None:
+    """Every rule of `types` on parts whose number, dtypes and sizes are right. Raises MalformedFrame."""
     if tag == TRAJECTORY:
-        _check_trajectory(fields, arrays)
+        _check_trajectory(fields, arrays[1].size)
     else:
         _check_scored_group(fields, arrays)
 
 
-def _check_trajectory(fields: list[Any], arrays: list[Array]) -> None:
+def _check_trajectory(fields: Sequence[Any], num_tokens: int) -> None:
     (identity, group_size, start_version, finish, prompt, response, truth, extra, messages, calls, seconds, failure) = fields
-    num_tokens = _num_tokens(arrays)
     _check_identity(identity, 4, group_size, start_version)
     if identity[3] >= group_size:
         raise MalformedFrame(f"member is below group_size {group_size}; found {identity}")
@@ -237,17 +286,17 @@ def _check_trajectory(fields: list[Any], arrays: list[Array]) -> None:
         raise MalformedFrame(f"generate_seconds is a duration; found {seconds!r:.40}")
     if type(extra) is not dict or type(messages) is not list or type(calls) is not list:
         raise MalformedFrame("extra_info is a mapping, messages and tool_calls are lists")
-    _check_prompt(prompt)
-    _check_json(truth, extra, messages, calls)
+    if type(prompt) is not str:
+        _check_prompt(prompt)
+    if extra or messages or calls or type(truth) not in _SCALARS:
+        _check_json(truth, extra, messages, calls)
 
 
-def _check_scored_group(fields: list[Any], arrays: list[Array]) -> None:
+def _check_scored_group(fields: Sequence[Any], arrays: Sequence[Array]) -> None:
     (identity, group_size, start_version, _names, finish_reasons, failures, prompt, responses, truth, metrics) = fields
-    members, lengths, rewards, *components = arrays[len(_TRAJECTORY_ARRAYS) :]
+    _, tokens, _, members, lengths, _, rewards, *_ = arrays
     _check_identity(identity, 3, group_size, start_version)
-    _check_members(members, lengths, group_size, _num_tokens(arrays))
-    counts = {members.size, rewards.size, *(component.size for component in components)}
-    _check(len(counts) == 1, "rewards and components have one value per member", counts)
+    _check_members(members, lengths, group_size, tokens.size)
     per_member = [(finish_reasons, _is_text), (failures, _is_text_or_none), (responses, _is_text)]
     for values, is_right in per_member:
         _check(_list_of(values, is_right) and len(values) == members.size, "texts are one per member", values)
@@ -264,26 +313,18 @@ def _check(holds: bool, rule: str, found: object) -> None:
         raise MalformedFrame(f"{rule}; found {found!r:.120}")
 
 
-def _num_tokens(arrays: list[Array]) -> int:
-    """Elements of the token arrays, which are all as long."""
-    num_tokens = arrays[1].size
-    if not num_tokens == arrays[2].size == arrays[3].size == arrays[4].size:
-        raise MalformedFrame(f"the token arrays are equally long; found {[array.size for array in arrays[1:5]]}")
-    return num_tokens
-
-
 def _check_identity(identity: Any, length: int, group_size: Any, start_version: Any) -> None:
-    if not isinstance(identity, list | tuple) or len(identity) != length or not all(map(_is_count, identity)):
+    if not isinstance(identity, (list, tuple)) or len(identity) != length or not _are_counts(identity):
         raise MalformedFrame(f"an id is {length} counts; found {identity!r:.80}")
     if type(group_size) is not int or group_size < 1:
         raise MalformedFrame(f"group_size is at least 1; found {group_size!r:.40}")
-    if not _is_count(start_version):
+    if type(start_version) is not int or start_version < 0:
         raise MalformedFrame(f"start_version is at least 0; found {start_version!r:.40}")
 
 
 def _check_members(members: Array, lengths: Array, group_size: int, num_tokens: int) -> None:
     present, spans = members.tolist(), lengths.tolist()
-    ascending = all(low < high for low, high in itertools.pairwise(present))
+    ascending = all(low < high for low, high in pairwise(present))
     inside = not present or (present[0] >= 0 and present[-1] < group_size)
     _check(ascending and inside, "members ascend, from 0 to below group_size", present)
     _check(len(spans) == len(present) and all(span >= 0 for span in spans), "one length of at least 0 per member", spans)
@@ -301,12 +342,15 @@ def _check_json(*values: Any) -> None:
             raise MalformedFrame(f"ground_truth, extra_info, messages, tool_calls hold plain values; found {value!r:.120}")
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _are_counts(values: Iterable[Any]) -> bool:
+    for value in values:  # noqa: SIM110 (`all` of a generator takes twice as long)
+        if type(value) is not int or value < 0:
+            return False
+    return True
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool
+    return type(value) is float or (isinstance(value, (int, float)) and type(value) is not bool)
 
 
 def _is_text(value: Any) -> bool:

@@ -73,7 +73,7 @@ def test_a_flipped_byte_gives_a_valid_message_or_a_frame_error(message, data):
 def test_a_header_with_one_part_replaced_gives_a_valid_message_or_a_frame_error(message, data):
     header, *arrays = encode(message)
     parts = msgpack.unpackb(header, unicode_errors="surrogatepass")
-    section = parts[data.draw(st.sampled_from([2, 3, 4]))]
+    section = parts[data.draw(st.sampled_from([2, 3]))]
     section[data.draw(st.integers(0, len(section) - 1))] = data.draw(samples.plain_values)
     try:
         mutated = decode([msgpack.packb(parts, unicode_errors="surrogatepass"), *arrays], max_bytes=LIMIT)
