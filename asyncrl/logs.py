@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
@@ -20,15 +21,15 @@ def log_to_file(run_dir: Path, service: str, level: int = logging.INFO) -> Path:
     """Send this process's log records, uncaught faults and native crash traces to the service's file."""
     path = log_path(run_dir, service)
     path.parent.mkdir(parents=True, exist_ok=True)
-    stream = path.open("a", buffering=1)
-    handler = logging.StreamHandler(stream)
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter(FORMAT))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
     for chatty in ("httpx", "urllib3", "filelock", "asyncio", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    faulthandler.enable(stream)
+    assert handler.stream is not None, "opened at once"
+    faulthandler.enable(handler.stream)
     sys.excepthook = lambda kind, value, trace: root.critical("uncaught", exc_info=(kind, value, trace))
     return path
 
@@ -38,7 +39,7 @@ def copy_to_file(run_dir: Path, service: str) -> Callable[[], None]:
     launcher, which may be a user's program. The returned function ends it."""
     path = log_path(run_dir, service)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, delay=True)
+    handler = _LogFile(path, delay=True)
     handler.setFormatter(logging.Formatter(FORMAT))
     logger = logging.getLogger("asyncrl")
     logger.addHandler(handler)
@@ -48,6 +49,26 @@ def copy_to_file(run_dir: Path, service: str) -> Callable[[], None]:
         handler.close()
 
     return end
+
+
+class _LogFile(logging.FileHandler):
+    """A full disk, or a folder that went away, costs lines of the log, never the work that wrote them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # raised by the opening, which may come late
+            super().emit(record)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 def tail(run_dir: Path, service: str, lines: int = 8) -> list[str]:

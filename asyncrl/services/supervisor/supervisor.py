@@ -1,7 +1,8 @@
 """The supervisor. Its sign, with the picture of its life, is in the package's docstring.
 
 loop             consumes                  waits for                    is unblocked by
-_watch           rows' `run` results       the first to end             a row's end, `request_stop`
+_watch           rows' `run` results       the first to end             a row's end, a silent row, `request_stop`
+hearing          rows' summaries           the pause between questions  answers, by a deadline
 rpc              status, stop, track       a caller                     the CLI, services' trackers
 tracker          metrics                   the hub's own threads        `close`
 """
@@ -12,14 +13,16 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl import logs
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncrlError, Interrupted, RunError, ServiceDied, StartTimeout, TransportError
+from asyncrl.errors import AsyncrlError, Interrupted, LedgerError, RunError, ServiceDied, StartTimeout, TransportError
+from asyncrl.ledger.store import FILE_NAME, read_ledger, replay, samples
+from asyncrl.services.supervisor.hearing import Hearing
 from asyncrl.services.supervisor.runtime import STOP_ORDER, Row, RowFailed, Runtime, rows_of
 from asyncrl.services.supervisor.summary import Status, build_summary
 from asyncrl.services.supervisor.verdict import root_cause
@@ -58,6 +61,7 @@ class Supervisor:
         self._runs: dict[asyncio.Task[Mapping[str, Any]], Row] = {}
         self._clients: dict[str, RpcClient] = {}
         self._latest: dict[str, float] = {}
+        self._hearing = Hearing(self._ask_for_summary)
         self._stop = asyncio.Event()
         self._started_wall = clock.wall()
         self._rpc = RpcServer({"status": self.status, "stop": self.request_stop, "track": self.track, "book": lambda: self._book})
@@ -76,15 +80,21 @@ class Supervisor:
         await self._announce()
         status, error = await self._live()
         self._set_state("stopping")
-        await self._end_services(patient=status == "finished")
-        await self._runtime.close()
-        summary = self._summary(status, error)
-        self._write_json("summary.json", summary)
-        await self._metrics.close(status, summary)
-        summary = self._summary(status, error)  # the MLflow run id is known now, and the wall time
-        self._write_json("summary.json", summary)
+        await self._whatever_happens("ending the services", self._end_services(patient=status == "finished"))
+        await self._whatever_happens("closing the runtime", self._runtime.close())
+        await self._whatever_happens("reading the ledger", self._complete_reports())
+        summary = self._write_summary(status, error)
+        await self._whatever_happens("closing the metrics", self._metrics.close(summary["status"], summary))
+        summary = self._write_summary(status, error)  # the MLflow run id is known now, and the wall time
         await self._rpc.close()
         return summary
+
+    async def _whatever_happens(self, what: str, work: Awaitable[None]) -> None:
+        """One of the last steps; the others follow it in any case."""
+        try:
+            await work
+        except Exception:  # the boundary of each last step: none may keep processes alive or the summary unwritten
+            log.exception("%s failed", what)
 
     async def _live(self) -> tuple[Status, str | None]:
         try:
@@ -134,18 +144,25 @@ class Supervisor:
             await asyncio.shield(model)
         self._book[row.name] = await self._runtime.start(row)
         pending.discard(row.name)
-        self._metrics.state(f"{len(self._rows) - len(pending)}/{len(self._rows)} services up")
+        self._say(f"{len(self._rows) - len(pending)}/{len(self._rows)} services up")
 
     def _full_book(self) -> dict[str, dict[str, str]]:
         return {**self._book, "supervisor": {"rpc": self._rpc.address}}
 
     async def _watch(self) -> None:
-        """Return when trainer and rollouter are done; raise for a failed row, or when a stop is asked."""
-        while any(row.decides_the_end for row in self._runs.values()):
-            done = await self._until_stopped(asyncio.wait(self._runs, return_when=asyncio.FIRST_COMPLETED))
-            failures = self._collect(done[0])
-            if failures:
-                raise root_cause(failures + await self._failures_that_follow())
+        """Return when trainer and rollouter are done; raise for a failed or silent row, or when a stop is asked."""
+        silence = asyncio.ensure_future(self._hearing.until_silent(self._runs.values))
+        try:
+            while any(row.decides_the_end for row in self._runs.values()):
+                done, _ = await self._until_stopped(asyncio.wait((*self._runs, silence), return_when=asyncio.FIRST_COMPLETED))
+                failures = self._collect(done - {silence})
+                if failures:
+                    failures += await self._failures_that_follow()
+                    raise self._hearing.culprit(failures, self._runs.values()) or root_cause(failures)
+                if silence in done:
+                    raise silence.result()
+        finally:
+            await cancel([silence])
 
     async def _failures_that_follow(self) -> list[RowFailed]:
         """What else fails within a moment, so that the cause can be told from its echoes."""
@@ -187,7 +204,9 @@ class Supervisor:
             tasks = [task for task, row in self._runs.items() if row.role == role]
             if not tasks:
                 continue
-            await asyncio.gather(*(self._ask_to_stop(self._runs[task]) for task in tasks))
+            rows = [self._runs[task] for task in tasks]
+            await self._hearing.ask(rows, STATUS_SECONDS)
+            await asyncio.gather(*map(self._ask_to_stop, rows))
             left = max(deadline - self._clock.now(), 1.0)
             done, late = await asyncio.wait(tasks, timeout=left)
             for failure in self._collect(done):
@@ -204,6 +223,41 @@ class Supervisor:
             await self._client(row.name).call("stop", timeout=STATUS_SECONDS)
         except TransportError as silent:
             log.warning("%s did not take the request to stop: %s", row.name, silent)
+
+    async def _ask_for_summary(self, row: Row, timeout: float) -> Mapping[str, Any]:
+        summary: Mapping[str, Any] = await self._client(row.name).call("summary", timeout=timeout)
+        return summary
+
+    async def _complete_reports(self) -> None:
+        """A row that did not give its last summary leaves the one that was heard last; what the ledger's file says goes over it,
+        where the queue or rank 0 could not say it."""
+        lost = {"message_queue", "trainer/0"} - self._parts.keys()
+        self._parts = {**self._hearing.reports, **self._parts}
+        ledger = self.run_dir / FILE_NAME
+        if not lost or not ledger.exists():
+            return
+        try:
+            attempts = await asyncio.to_thread(lambda: replay(read_ledger(ledger)))
+        except LedgerError as error:
+            log.warning("the summary's samples are those heard last: %s", error)
+            return
+        self._add_to_part("message_queue", {"samples": samples(attempts)})
+        self._add_to_part("trainer/0", {"steps": attempts.finished_steps})
+
+    def _add_to_part(self, name: str, figures: Mapping[str, Any]) -> None:
+        self._parts[name] = {**self._parts.get(name, {}), **figures}
+
+    def _write_summary(self, status: Status, error: str | None) -> dict[str, Any]:
+        """A summary that cannot be written is a failure of the run, whatever became of it otherwise."""
+        summary = self._summary(status, error)
+        try:
+            self._write_json("summary.json", summary)
+        except OSError as refusal:
+            unwritten = f"{self.run_dir}/summary.json cannot be written ({refusal.strerror or refusal}): see that the folder is "
+            unwritten += "there, that its disk has room, and that you may write to it"
+            log.error("%s", unwritten)
+            summary = self._summary("failed", f"{error}\n{unwritten}" if error else unwritten)
+        return summary
 
     def _summary(self, status: Status, error: str | None) -> dict[str, Any]:
         return build_summary(
@@ -273,7 +327,13 @@ class Supervisor:
 
     def _set_state(self, state: str) -> None:
         self.state = state
-        self._metrics.state(state)
+        self._say(state)
+
+    def _say(self, text: str) -> None:
+        try:
+            self._metrics.state(text)
+        except Exception:  # boundary: a terminal that is gone (`launch | head`) is no reason to end a run
+            log.debug("nobody hears %r", text, exc_info=True)
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Whole or not at all: written aside, then renamed."""

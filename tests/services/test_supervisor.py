@@ -1,0 +1,254 @@
+"""The supervisor over rows that are little servers in this process: what it calls a failure, and what it writes of one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.load import load_mapping
+from asyncrl.config.schema import Config
+from asyncrl.ledger.states import Attempts
+from asyncrl.ledger.store import FILE_NAME, LedgerWriter
+from asyncrl.messages import GroupId
+from asyncrl.protocols import Dispatch, End, PromptCursor, StepRecord
+from asyncrl.services.supervisor import Row, RowFailed, Supervisor
+from asyncrl.services.supervisor.hearing import Hearing
+from asyncrl.transport.rpc import RpcServer
+
+SILENT_QUESTIONS = 8
+
+
+class Process:
+    """A row: answers `summary` and `stop` unless it hangs."""
+
+    def __init__(self, row: Row, summary: Mapping[str, Any]):
+        self.row, self.summary = row, summary
+        self.stopped, self._answers = asyncio.Event(), asyncio.Event()
+        self._answers.set()
+        self.server = RpcServer({"summary": self.answer, "stop": self.stop, "status": dict})
+
+    async def answer(self) -> Mapping[str, Any]:
+        await self._answers.wait()
+        return self.summary
+
+    async def stop(self) -> None:
+        await self._answers.wait()
+        self.stopped.set()
+
+    def hang(self, hangs: bool) -> None:
+        (self._answers.clear if hangs else self._answers.set)()
+
+
+class FakeRuntime:
+    """Rows of one process each. `at_running(name, process)` is called when a row begins to run, and may be a coroutine."""
+
+    def __init__(self, summaries: Mapping[str, Mapping[str, Any]], at_running=None):
+        self.summaries, self.at_running = summaries, at_running
+        self.processes: dict[str, Process] = {}
+        self.killed: list[str] = []
+        self.closed = False
+
+    async def open(self) -> None: ...
+
+    async def prepare_model(self) -> None: ...
+
+    def place(self, row: Row) -> None:
+        self.processes[row.name] = Process(row, self.summaries.get(row.name, {}))
+
+    async def start(self, row: Row) -> dict[str, str]:
+        return {"rpc": await self.processes[row.name].server.start(), "pid": "1", "host": "here"}
+
+    async def run(self, row: Row, book) -> Mapping[str, Any]:
+        process = self.processes[row.name]
+        if self.at_running is not None:
+            work = asyncio.ensure_future(self.at_running(row.name, process))
+            stopped = asyncio.ensure_future(process.stopped.wait())
+            await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            if work.done():
+                work.result()
+            else:
+                work.cancel()
+        else:
+            await process.stopped.wait()
+        return process.summary
+
+    def kill(self, row: Row) -> None:
+        self.killed.append(row.name)
+
+    async def close(self) -> None:
+        self.closed = True
+        for process in self.processes.values():
+            await process.server.close()
+
+
+class FakeMetrics:
+    mlflow_run_id = None
+
+    def __init__(self, broken: bool = False):
+        self.broken = broken
+
+    def log(self, axis, step, metrics) -> None: ...
+
+    def state(self, text: str) -> None:
+        if self.broken:
+            raise BrokenPipeError
+
+    async def close(self, status, summary) -> None:
+        if self.broken:
+            raise BrokenPipeError
+
+
+@pytest.fixture
+def config() -> Config:
+    values = {
+        "model": {"path": "builtin/arithmetic"},
+        "data": {"train": "builtin/arithmetic"},
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "training": {"steps": 10, "groups_per_step": 4},
+        "rollout": {"max_response_tokens": 8, "max_prompt_tokens": 16},
+        "cluster": {"stop_grace_seconds": 0.5},
+    }
+    return load_mapping(values).config
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.services.supervisor.supervisor.SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr("asyncrl.services.supervisor.supervisor.STATUS_SECONDS", 0.1)
+    monkeypatch.setattr("asyncrl.services.supervisor.hearing.SILENT_QUESTIONS", SILENT_QUESTIONS)
+    monkeypatch.setattr(Hearing.__init__, "__kwdefaults__", {"answer_seconds": 0.05, "pause_seconds": 0.01})
+
+
+def supervisor_of(config: Config, run_dir: Path, runtime: FakeRuntime, metrics: FakeMetrics | None = None) -> Supervisor:
+    run_dir.mkdir(exist_ok=True)
+    return Supervisor(config, run_dir, "id", runtime, metrics or FakeMetrics(), SystemClock())
+
+
+async def finishing(name: str, process: Process) -> None:
+    """The rows that decide the end return soon, the others wait to be stopped."""
+    if not process.row.decides_the_end:
+        await process.stopped.wait()
+    await asyncio.sleep(0.1)
+
+
+async def test_a_run_is_finished_when_trainer_and_rollouter_are(config, tmp_path):
+    runtime = FakeRuntime({"trainer/0": {"steps": 10}}, finishing)
+    summary = await supervisor_of(config, tmp_path, runtime).supervise()
+    assert (summary["status"], summary["steps"], runtime.killed, runtime.closed) == ("finished", 10, [], True)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 10
+
+
+@pytest.mark.parametrize(
+    "name", ["rollouter", "message_queue", "parameter_sync", "reward", "reward/0", "trainer/0", "inference/0"]
+)
+async def test_a_row_that_hangs_ends_the_run_by_its_name(config, tmp_path, name):
+    async def hang(row: str, process: Process) -> None:
+        process.hang(row == name)
+        await process.stopped.wait()
+
+    runtime = FakeRuntime({}, hang)
+    summary = await asyncio.wait_for(supervisor_of(config, tmp_path, runtime).supervise(), 30)
+    assert summary["status"] == "failed"
+    assert f"service {name} died: its process has not answered for" in summary["error"]
+    assert (runtime.killed, runtime.closed) == ([name], True)
+
+
+async def test_a_row_that_is_silent_for_a_while_ends_nothing(config, tmp_path):
+    async def pause(row: str, process: Process) -> None:
+        process.hang(row == "inference/0")
+        await asyncio.sleep(0.06 * SILENT_QUESTIONS / 2)
+        process.hang(False)
+        await finishing(row, process)
+
+    summary = await supervisor_of(config, tmp_path, FakeRuntime({}, pause)).supervise()
+    assert summary["status"] == "finished"
+
+
+async def test_a_row_that_waited_in_vain_for_one_that_hangs_is_not_the_cause(config, tmp_path):
+    async def wait_in_vain(row: str, process: Process) -> None:
+        process.hang(row == "message_queue")
+        if row == "trainer/0":
+            await asyncio.sleep(0.06 * 4)
+            raise RowFailed(process.row, "DeadlineExceeded: ledger.finish_step was not answered", lost=False)
+        await process.stopped.wait()
+
+    summary = await supervisor_of(config, tmp_path, FakeRuntime({}, wait_in_vain)).supervise()
+    assert "service message_queue died: its process has not answered" in summary["error"]
+    assert "trainer/0 waited for it in vain" in summary["error"]
+
+
+async def test_a_lost_row_leaves_what_it_said_last(config, tmp_path):
+    async def die(row: str, process: Process) -> None:
+        await asyncio.sleep(0.2)
+        if row == "rollouter":
+            raise RowFailed(process.row, "its process ended unexpectedly", lost=True)
+        await process.stopped.wait()
+
+    told = {"rollouter": {"eval": {"first": 0.25}, "trajectories": {"generated": 96}}, "trainer/0": {"steps": 3}}
+    summary = await supervisor_of(config, tmp_path, FakeRuntime(told, die)).supervise()
+    assert (summary["eval"]["first"], summary["trajectories"]["generated"], summary["steps"]) == (0.25, 96, 3)
+
+
+async def test_when_the_queue_is_lost_the_ledgers_file_is_the_word_on_samples_and_steps(config, tmp_path):
+    async def die(row: str, process: Process) -> None:
+        await asyncio.sleep(0.1)
+        if row == "message_queue":
+            write_ledger(tmp_path)
+            raise RowFailed(process.row, "its process ended unexpectedly", lost=True)
+        await process.stopped.wait()
+
+    told = {"message_queue": {"samples": {"dispatched": 1}}, "trainer/0": {"steps": 0}}
+    summary = await supervisor_of(config, tmp_path, FakeRuntime(told, die)).supervise()
+    assert (summary["samples"]["dispatched"], summary["samples"]["trained"], summary["samples"]["in_flight"]) == (2, 1, 1)
+    assert summary["steps"] == 1
+
+
+def write_ledger(run_dir: Path) -> None:
+    """Two groups, one of them trained in step 1."""
+    writer, attempts = LedgerWriter(run_dir / FILE_NAME), Attempts()
+    first, second = GroupId(0, 0, 0), GroupId(0, 1, 0)
+    cursor = PromptCursor(epoch=0, position=2, num_rows=2, seed=0, shuffle=False)
+    writer.append(attempts.dispatch([Dispatch(first, 0), Dispatch(second, 0)], cursor))
+    writer.append(attempts.queue([first]))
+    writer.append(attempts.finish_step(StepRecord(1, 0, (End(first, "trained"),))))
+    writer.close()
+
+
+async def test_a_run_directory_that_went_away_fails_the_run_in_words(config, tmp_path):
+    async def lose_the_folder(row: str, process: Process) -> None:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        await finishing(row, process)
+
+    runtime = FakeRuntime({}, lose_the_folder)
+    summary = await supervisor_of(config, tmp_path / "run", runtime).supervise()
+    assert summary["status"] == "failed"
+    assert "summary.json cannot be written (No such file or directory)" in summary["error"]
+    assert runtime.closed
+
+
+async def test_a_terminal_that_is_gone_ends_nothing(config, tmp_path):
+    runtime = FakeRuntime({}, finishing)
+    summary = await supervisor_of(config, tmp_path, runtime, FakeMetrics(broken=True)).supervise()
+    assert (summary["status"], runtime.closed) == ("finished", True)
+
+
+async def test_a_runtime_that_cannot_be_closed_leaves_a_summary_all_the_same(config, tmp_path):
+    runtime = FakeRuntime({"trainer/0": {"steps": 10}}, finishing)
+    close = runtime.close
+
+    async def fail() -> None:
+        await close()
+        raise RuntimeError("the cluster is gone")
+
+    runtime.close = fail  # type: ignore[method-assign]
+    summary = await supervisor_of(config, tmp_path, runtime).supervise()
+    assert summary["status"] == "finished"
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 10
