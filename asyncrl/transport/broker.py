@@ -21,6 +21,7 @@ import zmq
 
 from asyncrl.clock import Clock
 from asyncrl.errors import FrameError, MalformedFrame, OversizedFrame, TransportError
+from asyncrl.transport.blocks import Blocks, forwarded
 from asyncrl.transport.exchange import Exchange
 from asyncrl.transport.loop_socket import Frames, LoopSocket, bind_socket, open_socket
 from asyncrl.transport.records import Incoming, Progress, Session
@@ -166,10 +167,11 @@ class Broker:
                 continue
             stored = self.exchange.take(name, session, max_items=receiver.max_items, max_bytes=DELIVERY_BYTES, now=now)
             receiver.delivery += 1
-            receiver.unconfirmed.append((receiver.delivery, [each.message_id for each in stored]))
-            contents = [[each.message_id, each.redelivered] for each in stored]
-            body = ["deliver", receiver.delivery, receiver.request, contents]
-            self._send(session, body, [each.payload for each in stored])
+            message_ids = [each.message_id for each in stored]
+            receiver.unconfirmed.append((receiver.delivery, message_ids))
+            num_redelivered = sum([each.redelivered for each in stored])
+            body = ["deliver", receiver.delivery, receiver.request, num_redelivered, message_ids]
+            self._send(session, body, forwarded([each.payload for each in stored]))
 
     def _tell(self, session: Session, beat: int) -> None:
         name, told = self._senders[session]
@@ -193,9 +195,9 @@ class Broker:
         self._serve()
         self._expire_later()
 
-    def _send(self, peer: bytes, body: Sequence[Any], payloads: Sequence[bytes] | None = None) -> None:
+    def _send(self, peer: Session, body: Sequence[Any], blocks: Blocks | None = None) -> None:
         if self._socket is not None and not self._socket.closed:
-            self._socket.send([peer, *write_frames(body, payloads)])
+            self._socket.send([peer, *write_frames(body, blocks)])
 
     # ── what senders say ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -209,13 +211,15 @@ class Broker:
         self.exchange.topics[topic].announce(peer, first, sizes, self._clock.now())
         self._stirred.setdefault(peer, 0)
 
-    def _write(self, peer: bytes, topic: str, first: int, ids: list[list[str]], payloads: Sequence[bytes]) -> None:
+    def _write(
+        self, peer: bytes, topic: str, first: int, ids: list[str], group_ids: list[str], payloads: list[memoryview]
+    ) -> None:
         now = self._clock.now()
         of = self.exchange.topics[topic]
         of.announce(peer, first, list(map(len, payloads)), now)
         for session in of.grant(now):
             self._stirred.setdefault(session, 0)
-        incoming = [Incoming(pair[0], pair[1], payload) for pair, payload in zip(ids, payloads, strict=True)]
+        incoming = list(map(Incoming, ids, group_ids, payloads))
         result = self.exchange.accept(topic, peer, first, incoming, now)
         for number, reason in result.refused:
             self._refused["MalformedFrame"] += 1
@@ -255,7 +259,7 @@ class Broker:
         if receiver.open and receiver.request == request:
             self._forget_request(peer, receiver)
             receiver.delivery += 1
-            self._send(peer, ["deliver", receiver.delivery, request, []], [])
+            self._send(peer, ["deliver", receiver.delivery, request, 0, []], forwarded([]))
 
     def _lost(self, peer: bytes, topic: str, received: int) -> None:
         receiver = self._known(peer, topic)

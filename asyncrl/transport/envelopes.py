@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.errors import MalformedFrame
-from asyncrl.messages.codec import Message, envelope, from_payload, to_payload
+from asyncrl.messages.codec import Frame, Message, envelope, from_payload, to_payload
 from asyncrl.transport.records import Incoming
 
 
@@ -13,7 +13,7 @@ def pack(message: Message) -> Incoming:
     return Incoming(message_id, group_id, to_payload(message))
 
 
-def unpack(message_id: str, payload: bytes) -> Message:
+def unpack(message_id: str, payload: Frame) -> Message:
     """Raises a FrameError for a payload that is no message, or another than its envelope says."""
     message = from_payload(payload)
     found = str(message.id)

@@ -10,6 +10,7 @@ from typing import Any
 import zmq
 
 from asyncrl.errors import DeadlineExceeded, FrameError, MessageTooLarge, StreamClosed, TransportError
+from asyncrl.transport.blocks import Blocks
 from asyncrl.transport.loop_socket import Frames, LoopSocket, open_socket
 from asyncrl.transport.wire import read_from_broker, write_frames
 
@@ -37,7 +38,7 @@ class Link:
         address: str,
         *,
         beat: Callable[[int], Sequence[Any]],
-        on_message: Callable[[str, list[Any], Sequence[bytes]], None],
+        on_message: Callable[[str, list[Any], list[memoryview]], None],
         on_silence: Callable[[DeadlineExceeded], None],
         heartbeat_seconds: float,
         silence_seconds: float,
@@ -55,10 +56,10 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)
 
-    def send(self, body: Sequence[Any], payloads: Sequence[bytes] | None = None) -> None:
+    def send(self, body: Sequence[Any], blocks: Blocks | None = None) -> None:
         """Hand over one message; nothing happens on a closed link."""
         if not self._socket.closed:
-            self._socket.send(write_frames(body, payloads))
+            self._socket.send(write_frames(body, blocks))
 
     def close(self, *, linger_seconds: float = 0.0) -> None:
         """End of the line, heartbeat included. Closing twice is harmless."""

@@ -69,7 +69,7 @@ class LoopSocket:
         self._loop.add_reader(self._descriptor, self._read)
         self._look_again()
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, frames: Sequence[bytes | memoryview]) -> None:
         """Hand a multipart to ZeroMQ; never blocks. To a peer that is gone, a ROUTER's message is dropped."""
         assert not self.closed, "send on a closed socket"
         for frame in frames[:-1]:

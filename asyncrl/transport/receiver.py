@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.errors import FrameError, StreamClosed, TransportError
@@ -134,9 +134,10 @@ class QueueReceiver:
         self._request_at_beat = (beat, self._request if waiting else 0)
         return ["receiver", self._topic, beat]
 
-    def _on_message(self, kind: str, fields: list[Any], payloads: Sequence[bytes]) -> None:
+    def _on_message(self, kind: str, fields: list[Any], payloads: list[memoryview]) -> None:
         if kind == "deliver":
-            self._on_deliver(fields[0], fields[2], payloads)
+            delivery, _, num_redelivered, message_ids = fields
+            self._on_deliver(delivery, num_redelivered, message_ids, payloads)
         elif kind == "beat":
             self._on_beat(*fields)
         elif kind == "end":
@@ -148,13 +149,13 @@ class QueueReceiver:
             self._broken = error_of(*fields)
             self._fail_waits(self._broken)
 
-    def _on_deliver(self, delivery: int, contents: Iterable[tuple[str, bool]], payloads: Sequence[bytes]) -> None:
+    def _on_deliver(self, delivery: int, num_redelivered: int, message_ids: list[str], payloads: list[memoryview]) -> None:
         if delivery != self._received + 1:
             return  # one before it was lost: the next beat tells the broker, which gives both back
         self._received = delivery
-        for (message_id, redelivered), payload in zip(contents, payloads, strict=True):
+        for number, (message_id, payload) in enumerate(zip(message_ids, payloads, strict=True)):
             try:
-                self._inbox.append(Delivery(unpack(message_id, payload), redelivered))
+                self._inbox.append(Delivery(unpack(message_id, payload), number < num_redelivered))
             except FrameError as error:
                 self.refused += 1
                 self._open().send(["refuse", self._topic, message_id, f"{type(error).__name__}: {error}"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Literal, NamedTuple
 
+from asyncrl.transport.blocks import Payload
+
 MessageState = Literal["accepted", "taken", "returned"]
 Session = bytes  # one life of one sender or receiver
 
@@ -30,7 +32,7 @@ class Stored:
     sequence: int
     message_id: str
     group_id: str
-    payload: bytes
+    payload: Payload
     state: MessageState = "accepted"
     holder: Session | None = None
     redelivered: bool = False
@@ -41,7 +43,7 @@ class Incoming(NamedTuple):
 
     message_id: str
     group_id: str
-    payload: bytes
+    payload: Payload
 
 
 class Progress(NamedTuple):

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from asyncrl.errors import MessageTooLarge, StreamClosed, TransportError
 from asyncrl.protocols.queue import Message
+from asyncrl.transport.blocks import BLOCK_BYTES, Blocks, gathered
 from asyncrl.transport.envelopes import pack
 from asyncrl.transport.link import HEARTBEAT_SECONDS, SILENCE_SECONDS, Link, error_of
 from asyncrl.transport.records import Incoming
 
-WRITE_BYTES = 128 * 1024  # when so much waits it is written at once, so that the broker works while the next are encoded
-EAGER_BYTES = 256 * 1024  # most that is written without credit in hand
+WRITE_BYTES = BLOCK_BYTES  # when so much waits it is written at once, so that the broker works while the next are encoded
+EAGER_BYTES = 2 * BLOCK_BYTES  # most that is written without credit in hand
 
 
 class QueueSender:
@@ -154,31 +156,33 @@ class QueueSender:
             self._write(self._eager_end(end))
             self._eager_to = self._announced = self._sent
         if end > self._announced:
-            start = self._announced - self._handled
-            sizes = [len(self._outbox[index].payload) for index in range(start, len(self._outbox))]
+            sizes = [len(incoming.payload) for incoming in self._numbers(self._announced, end)]
             self._say(["announce", self._topic, self._announced, sizes])
             self._announced = self._asked_to = end
 
     def _eager_end(self, end: int) -> int:
         """Up to which message number the eager write goes: EAGER_BYTES, or one message."""
         size = 0
-        for number in range(self._sent, end):
-            size += len(self._outbox[number - self._handled].payload)
+        for number, incoming in enumerate(self._numbers(self._sent, end), self._sent):
+            size += len(incoming.payload)
             if size > EAGER_BYTES and number > self._sent:
                 return number
         return end
 
     def _write(self, end: int) -> None:
-        batch = [self._outbox[number - self._handled] for number in range(self._sent, end)]
-        ids = [[incoming.message_id, incoming.group_id] for incoming in batch]
-        self._say(["write", self._topic, self._sent, ids], [incoming.payload for incoming in batch])
+        message_ids, group_ids, payloads = zip(*self._numbers(self._sent, end), strict=True)
+        self._say(["write", self._topic, self._sent, message_ids, group_ids], gathered(payloads))
         self._sent = end
 
-    def _say(self, body: Sequence[Any], payloads: Sequence[bytes] | None = None) -> None:
-        if self._link is not None:
-            self._link.send(body, payloads)
+    def _numbers(self, first: int, end: int) -> Iterator[Incoming]:
+        """Messages number `first` … `end` − 1 of the outbox."""
+        return islice(self._outbox, first - self._handled, end - self._handled)
 
-    def _on_message(self, kind: str, fields: list[Any], _payloads: Sequence[bytes]) -> None:
+    def _say(self, body: Sequence[Any], blocks: Blocks | None = None) -> None:
+        if self._link is not None:
+            self._link.send(body, blocks)
+
+    def _on_message(self, kind: str, fields: list[Any], _payloads: list[memoryview]) -> None:
         if kind == "progress":
             self._on_progress(*fields)
         elif kind == "failed":

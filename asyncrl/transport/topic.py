@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 from asyncrl.errors import MessageTooLarge, StreamClosed, TransportError
 from asyncrl.transport.records import Acceptance, Incoming, Progress, Session, Stored, TopicSpec, TopicStats
@@ -43,12 +44,6 @@ class _Sender:
         return Progress(self.announced, self.granted, self.handled)
 
 
-@dataclass(slots=True)
-class _Consumer:
-    last_seen: float
-    held: set[str] = field(default_factory=set)
-
-
 class Topic:
     """See the module's docstring. `now` is seconds on any one monotonic axis; a session silent for `lease_seconds` is taken for
     dead at the next `expire`."""
@@ -67,7 +62,7 @@ class Topic:
         self._returned: OrderedDict[str, Stored] = OrderedDict()
         self._messages: dict[str, Stored] = {}
         self._groups: dict[str, set[str]] = {}
-        self._consumers: dict[Session, _Consumer] = {}
+        self._consumers: dict[Session, float] = {}  # when each was last heard
         self._sequence = 0
         self._stats = TopicStats()
 
@@ -126,8 +121,7 @@ class Topic:
             sender = self._senders[session]
             given = given_bytes = 0
             offset = sender.granted - sender.handled
-            while given < count and given < items_left:
-                size = sender.sizes[offset + given]
+            for size in islice(sender.sizes, offset, offset + min(count, items_left)):
                 if given_bytes + size > bytes_left:
                     break
                 given, given_bytes = given + 1, given_bytes + size
@@ -153,24 +147,22 @@ class Topic:
         Raises StreamClosed for a retired session.
         """
         sender = self._seen(session, now)
-        result = Acceptance()
-        for number, incoming in enumerate(batch, first):
-            if number < sender.handled:
-                continue
-            if number > sender.handled or number >= sender.granted:
-                result.out_of_turn = True
-                break
-            size = sender.sizes[0]
-            self._spend_credit(sender, size)
-            if len(incoming.payload) != size:
-                self._stats.refused += 1
-                result.refused.append((number, f"{size} bytes were announced, {len(incoming.payload)} came"))
-            elif incoming.message_id in self._messages or is_ended(incoming.group_id):
-                self._stats.duplicates += 1
+        handled = sender.handled
+        in_turn = batch[handled - first : sender.granted - first] if first <= handled else ()
+        result = Acceptance(out_of_turn=first + len(batch) > handled + len(in_turn))
+        sizes = [sender.sizes.popleft() for _ in in_turn]
+        self._spend_credit(sender, len(in_turn), sum(sizes))
+        bytes_before = self._ready_bytes
+        for number, (incoming, size) in enumerate(zip(in_turn, sizes, strict=True), handled):
+            message_id, group_id, payload = incoming
+            if len(payload) != size:
+                result.refused.append((number, f"{size} bytes were announced, {len(payload)} came"))
+            elif message_id in self._messages or is_ended(group_id):
                 result.duplicates += 1
             else:
                 self._store(incoming)
-                result.accepted.append((incoming.message_id, incoming.group_id))
+                result.accepted.append((message_id, group_id))
+        self._count(result, self._ready_bytes - bytes_before)
         return result
 
     def progress(self, session: Session) -> Progress | None:
@@ -199,11 +191,7 @@ class Topic:
 
     def touch_consumer(self, session: Session, now: float) -> None:
         """A heartbeat: this consumer keeps its leases."""
-        consumer = self._consumers.get(session)
-        if consumer is None:
-            self._consumers[session] = _Consumer(now)
-        else:
-            consumer.last_seen = now
+        self._consumers[session] = now
 
     @property
     def num_takeable(self) -> int:
@@ -213,29 +201,36 @@ class Topic:
         """Lease messages to this consumer: those returned first, then in order of acceptance; at most `max_items`, and no more
         than `max_bytes` unless it is a single one. Each taking frees its sender's credit."""
         self.touch_consumer(session, now)
-        held = self._consumers[session].held
         taken: list[Stored] = []
         size = 0
         while len(taken) < max_items and (source := self._returned or self._ready):
-            stored = next(iter(source.values()))
-            size += len(stored.payload)
+            message_id, stored = source.popitem(last=False)
+            length = len(stored.payload)
+            size += length
             if taken and size > max_bytes:
+                source[message_id] = stored
+                source.move_to_end(message_id, last=False)
                 break
-            del source[stored.message_id]
             if stored.state == "accepted":
-                self._ready_bytes -= len(stored.payload)
+                self._ready_bytes -= length
             else:
                 stored.redelivered = True
                 self._stats.redelivered += 1
             stored.state, stored.holder = "taken", session
-            held.add(stored.message_id)
             taken.append(stored)
         self._stats.taken += len(taken)
         return taken
 
     def settle(self, message_ids: Iterable[str]) -> int:
         """These messages are done with, in whatever state; returns how many were here."""
-        return sum(self._remove(message_id) for message_id in message_ids)
+        settled = 0
+        for message_id in message_ids:
+            stored = self._messages.pop(message_id, None)
+            if stored is not None:
+                self._forget(stored)
+                settled += 1
+        self._stats.settled += settled
+        return settled
 
     def settle_group(self, group_id: str) -> int:
         """Every message of this group is done with; returns how many were here."""
@@ -244,18 +239,13 @@ class Topic:
     def give_back(self, session: Session, message_ids: Iterable[str] | None = None) -> int:
         """This consumer's leases (all, or of these messages) end; what was not settled is delivered again, first, in the
         original order. Returns how many."""
-        consumer = self._consumers.get(session)
-        if consumer is None:
-            return 0
-        ids = consumer.held if message_ids is None else consumer.held.intersection(message_ids)
-        if not ids:
-            return 0
-        back = [self._messages[message_id] for message_id in ids]
+        ids = self._messages if message_ids is None else message_ids
+        found = [stored for message_id in ids if (stored := self._messages.get(message_id)) is not None]
+        back = [stored for stored in found if stored.holder == session]
         for stored in back:
             stored.state, stored.holder = "returned", None
         merged = sorted([*self._returned.values(), *back], key=lambda stored: stored.sequence)
         self._returned = OrderedDict((stored.message_id, stored) for stored in merged)
-        consumer.held = consumer.held - ids
         self._stats.leases_ended += len(back)
         return len(back)
 
@@ -277,7 +267,7 @@ class Topic:
         ]
         for session in silent_senders:
             self._withdraw(self._senders[session], session, now)
-        silent_consumers = [session for session, consumer in self._consumers.items() if consumer.last_seen < limit]
+        silent_consumers = [session for session, last_seen in self._consumers.items() if last_seen < limit]
         for session in silent_consumers:
             self.close_consumer(session)
         return silent_senders + silent_consumers
@@ -328,42 +318,44 @@ class Topic:
         self._granted_items += items
         self._granted_bytes += size
 
-    def _spend_credit(self, sender: _Sender, size: int) -> None:
-        sender.handled += 1
-        sender.sizes.popleft()
+    def _spend_credit(self, sender: _Sender, items: int, size: int) -> None:
+        sender.handled += items
         sender.granted_bytes -= size
-        self._granted_items -= 1
+        self._granted_items -= items
         self._granted_bytes -= size
 
     def _store(self, incoming: Incoming) -> None:
-        stored = Stored(self._sequence, incoming.message_id, incoming.group_id, incoming.payload)
+        message_id, group_id, payload = incoming
+        self._messages[message_id] = self._ready[message_id] = Stored(self._sequence, message_id, group_id, payload)
         self._sequence += 1
-        self._messages[stored.message_id] = self._ready[stored.message_id] = stored
-        self._groups.setdefault(stored.group_id, set()).add(stored.message_id)
-        self._ready_bytes += len(stored.payload)
+        self._ready_bytes += len(payload)
+        group = self._groups.get(group_id)
+        if group is None:
+            self._groups[group_id] = {message_id}
+        else:
+            group.add(message_id)
+
+    def _count(self, result: Acceptance, size: int) -> None:
+        """One write was handled, `size` bytes of it accepted."""
         stats = self._stats
-        stats.accepted += 1
-        stats.accepted_bytes += len(stored.payload)
+        stats.refused += len(result.refused)
+        stats.duplicates += result.duplicates
+        stats.accepted += len(result.accepted)
+        stats.accepted_bytes += size
         stats.max_depth = max(stats.max_depth, len(self._ready))
         stats.max_bytes = max(stats.max_bytes, self._ready_bytes)
 
-    def _remove(self, message_id: str) -> bool:
-        stored = self._messages.pop(message_id, None)
-        if stored is None:
-            return False
+    def _forget(self, stored: Stored) -> None:
+        """A message that is settled leaves its group, and the line it stands in."""
         group = self._groups[stored.group_id]
-        group.discard(message_id)
+        group.discard(stored.message_id)
         if not group:
             del self._groups[stored.group_id]
         if stored.state == "accepted":
-            del self._ready[message_id]
+            del self._ready[stored.message_id]
             self._ready_bytes -= len(stored.payload)
         elif stored.state == "returned":
-            del self._returned[message_id]
-        elif stored.holder is not None:
-            self._consumers[stored.holder].held.discard(message_id)
-        self._stats.settled += 1
-        return True
+            del self._returned[stored.message_id]
 
     def _withdraw(self, sender: _Sender, session: Session, now: float) -> None:
         """Forget what the sender announced and was granted beyond what it sent."""

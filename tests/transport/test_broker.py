@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.clock import SystemClock
 from asyncrl.errors import DeadlineExceeded, FrameError, LedgerError, StreamClosed, TransportError
+from asyncrl.transport.blocks import BLOCK_BYTES, Blocks, gathered
 from asyncrl.transport.broker import Broker
 from asyncrl.transport.client import QueueReceiver, QueueSender
 from asyncrl.transport.envelopes import pack
@@ -75,6 +76,10 @@ class RawPeer:
         return kind, fields
 
 
+def write_of(ids: list[str], payloads: list[bytes]) -> list[bytes]:
+    return write_frames(["write", "rollouts", 0, ids, [name.rpartition("/")[0] for name in ids]], gathered(payloads))
+
+
 GARBAGE = [
     ([b""], "MalformedFrame"),
     ([b"\xc1"], "MalformedFrame"),
@@ -86,10 +91,18 @@ GARBAGE = [
     (write_frames(["take", "nowhere", 1, 1, 0]), "TransportError"),
     (write_frames(["sender", "rollouts", "eve", 1]), "TransportError"),
     (write_frames(["announce", "rollouts", 0, [10]]), "TransportError"),
-    (write_frames(["write", "rollouts", 0, [["0/0/0/0", "0/0/0"]]], [b"x"]), "TransportError"),
-    (write_frames(["write", "rollouts", 0, [["0/0/0/0", "0/0/0"]]], [b"x"])[:1], "MalformedFrame"),
-    ([write_frames(["write", "rollouts", 0, [["a", "b"]]], [b"xx"])[0], b"x"], "TruncatedFrame"),
-    (write_frames(["write", "rollouts", 0, [["a" * 300, "b"]]], [b"x"]), "MalformedFrame"),
+    (write_of(["0/0/0/0"], [b"x"]), "TransportError"),
+    (write_of(["0/0/0/0"], [b"x"])[:1], "MalformedFrame"),
+    ([*write_of(["0/0/0/0"], [b"x"]), b"more"], "MalformedFrame"),
+    ([write_of(["a"], [b"xx"])[0], b"x"], "TruncatedFrame"),
+    (write_of(["a", "b"], [b"x"]), "MalformedFrame"),
+    (write_of(["a" * 300], [b"x"]), "MalformedFrame"),
+    (
+        write_frames(["write", "rollouts", 0, ["a"] * 2, ["g"] * 2], Blocks([[1, BLOCK_BYTES]], [b"x" * (1 + BLOCK_BYTES)])),
+        "OversizedFrame",
+    ),
+    (write_frames(["write", "rollouts", 0, ["a"] * 2, ["g"]], gathered([b"x"] * 2)), "MalformedFrame"),
+    (write_frames(["write", "rollouts", 0, ["a"], ["g"]], Blocks([[-1, 2]], [b"x"])), "MalformedFrame"),
     ([b"x" * 66_000_000], "OversizedFrame"),
 ]
 
@@ -125,7 +138,7 @@ async def test_an_undecodable_payload_is_settled_counted_and_reported_and_the_co
     async with Site(Hooks()) as site:
         with RawPeer(site.address) as raw:
             await raw.say(*write_frames(["sender", "rollouts", "raw", 1]))
-            await raw.say(*write_frames(["write", "rollouts", 0, [["0/3/0/1", "0/3/0"]]], [b"not a message"]))
+            await raw.say(*write_of(["0/3/0/1"], [b"not a message"]))
             await until(lambda: site.broker.stats()["rollouts"]["accepted"] == 1)
         await site.sender().send([trajectory(4)])
         receiver = site.receiver()
@@ -149,7 +162,7 @@ async def test_a_payload_under_anothers_name_is_refused():
         payload = pack(trajectory(5)).payload
         with RawPeer(site.address) as raw:
             await raw.say(*write_frames(["sender", "rollouts", "raw", 1]))
-            await raw.say(*write_frames(["write", "rollouts", 0, [["0/6/0/0", "0/6/0"]]], [payload]))
+            await raw.say(*write_of(["0/6/0/0"], [payload]))
             await until(lambda: site.broker.stats()["rollouts"]["accepted"] == 1)
         receiver = site.receiver()
         assert await receiver.receive(max_items=1, timeout=0.5) == []
@@ -161,7 +174,7 @@ async def test_a_write_beyond_the_capacity_is_not_held():
     async with Site(items=2) as site:
         with RawPeer(site.address) as raw:
             await raw.say(*write_frames(["sender", "rollouts", "raw", 1]))
-            await raw.say(*write_frames(["write", "rollouts", 0, [[f"m{n}", "g"] for n in range(5)]], [b"x"] * 5))
+            await raw.say(*write_of([f"m{n}" for n in range(5)], [b"x"] * 5))
             await until(lambda: site.broker.stats()["rollouts"]["accepted"] == 2)
             stats = site.broker.stats()["rollouts"]
             assert (stats["depth"], stats["waiting"], stats["max_depth"]) == (2, 3, 2)
