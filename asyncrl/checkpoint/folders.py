@@ -43,7 +43,7 @@ class CheckpointInfo:
 
     step: int
     version: int
-    path: Path
+    folder: Path
     state: Mapping[str, Any] = field(repr=False)
 
     @property
@@ -147,7 +147,7 @@ class Checkpoints:
         best = self.best()
         gone = [each for each in complete[: -self._keep] if each.step != best]
         for each in gone:
-            self._remove(each.path)
+            self._remove(each.folder)
         return [each.step for each in gone]
 
     def forget_after(self, step: int) -> None:

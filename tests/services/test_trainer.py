@@ -64,7 +64,7 @@ def test_the_end_of_data_trains_the_partial_batch_and_finishes(tmp_path):
         await world.arrive(scored(0), scored(1), scored(2))
         world.receiver.close_stream()
         await world.run()
-        assert [line["groups"] for line in world.lines("batches")] == [["0/0/0", "0/1/0"], ["0/2/0"]]
+        assert [line["groups"] for line in world.lines("batches")] == [["0/1/0", "0/0/0"], ["0/2/0"]]
         assert world.service.summary()["steps"] == 2
         assert world.ledger.attempts.final_version == 2
         assert world.receiver.closed
@@ -250,16 +250,30 @@ def test_samples_keep_one_of_each_group_before_a_second_and_all_that_failed(tmp_
         await world.run()
         lines = world.lines("samples")
         assert [(line["id"], line["state"]) for line in lines] == [
-            ("0/0/0/0", "trained"),
             ("0/1/0/0", "trained"),
-            ("0/0/0/1", "trained"),
+            ("0/0/0/0", "trained"),
+            ("0/1/0/1", "trained"),
             ("0/0/0/2", "failed"),
         ]
         failed = lines[-1]
         assert (failed["reward"], failed["reason"], failed["response"]) == (None, "reward raised: no", "answer 2")
-        assert world.lines("batches")[0]["groups"] == ["0/0/0", "0/1/0"]
+        assert world.lines("batches")[0]["groups"] == ["0/1/0", "0/0/0"]
 
     virtual(story())
+
+
+def test_a_batchs_order_depends_on_its_groups_alone(tmp_path):
+    async def story(folder, rows, seed):
+        world = TrainerWorld(tmp_path / folder, training={"steps": 1, "groups_per_step": 6}, seed=seed)
+        await world.arrive(*(scored(row) for row in rows))
+        await world.run()
+        orders.append(world.lines("batches")[0]["groups"])
+
+    orders: list[list[str]] = []
+    for folder, rows, seed in (("a", range(6), 0), ("b", reversed(range(6)), 0), ("c", range(6), 1)):
+        virtual(story(folder, rows, seed))
+    assert orders[0] == orders[1] != sorted(orders[0])
+    assert orders[2] != orders[0]
 
 
 def test_the_summary_speaks_of_trained_tokens_only(tmp_path):

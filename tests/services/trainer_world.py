@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.checkpoint import CheckpointInfo
 from asyncrl.errors import StreamClosed
 from asyncrl.ledger.local import LocalLedgerClient
 from asyncrl.messages import GroupId, ScoredGroup
@@ -114,15 +115,28 @@ class ListPublisher:
         self.closed = True
 
 
+class NotedLedger(LocalLedgerClient):
+    """The real one, and the checkpoints that it was told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpoints: list[int] = []
+
+    async def checkpointed(self, step: int) -> None:
+        await super().checkpointed(step)
+        self.checkpoints.append(step)
+
+
 class TrainerWorld:
     """One trainer with everything around it. Give it groups with `arrive`, then `run`."""
 
-    def __init__(self, run_dir: Path, **sections: dict[str, Any]):
+    def __init__(self, run_dir: Path, *, resume: CheckpointInfo | None = None, seed: int = 0, **sections: dict[str, Any]):
         training = {"steps": 3, "groups_per_step": 2, "filter": "drop", **sections.pop("training", {})}
         rollout = {"max_staleness": 1, "group_size": 2, **sections.pop("rollout", {})}
-        self.config = config(training=training, rollout=rollout, **sections)
+        self.config = config(training=training, rollout=rollout, **sections).model_copy(update={"seed": seed})
         self.run_dir = run_dir
-        self.ledger = LocalLedgerClient()
+        self.ledger = NotedLedger()
+        self.evaluations: dict[int, float] = {}
         self.receiver, self.publisher, self.tracker = ListReceiver(), ListPublisher(), MemoryTracker()
         self.blocking = VirtualBlocking()
         self.engine = FakeTrainingEngine(self.blocking)
@@ -135,10 +149,16 @@ class TrainerWorld:
             connect=self.connect,
             clock=self.clock,
             run_blocking=self.blocking,
+            incarnation=3,
+            resume=resume,
         )
 
     async def connect(self, book: AddressBook, engine: TrainingEngine) -> TrainerParts:
-        return TrainerParts(self.publisher, LeaderParts(self.receiver, self.ledger, self.tracker))
+        return TrainerParts(self.publisher, LeaderParts(self.receiver, self.ledger, self.tracker, self.evaluated))
+
+    async def evaluated(self, name: str) -> Mapping[int, float]:
+        assert name == "eval/score"
+        return self.evaluations
 
     async def dispatch(self, *groups: ScoredGroup) -> None:
         """These start and are on their way."""

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 MODEL_FOLDER = "model"
 CLOSE_SECONDS = 5.0
+TOO_LATE = "a checkpoint was not written in time: raise checkpoint.timeout_seconds, or look at the disk that holds it"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Saver:
         late = save.lives()
         if late:
             self._hung, self._aside = save, Aside()  # its thread still reads the copy
-        mine = f"it was not written within {timeout:.0f} s (checkpoint.timeout_seconds)" if late else save.failure
+        mine = TOO_LATE if late else save.failure
         said = [text.split(" ", 1) for text in self._group.gather_texts(f"{save.seconds} {mine}")]
         failures = {rank: failure for rank, (_, failure) in enumerate(said) if failure}
         if not failures:

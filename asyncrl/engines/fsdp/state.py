@@ -164,7 +164,7 @@ def _of_bytes(content: bytes) -> torch.Tensor:
 
 
 def _numpy_bytes() -> bytes:
-    state: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
+    state: dict[str, Any] = np.random.get_state(legacy=False)
     assert state["bit_generator"] == "MT19937", "NumPy's global generator is a Mersenne twister"
     inner = state["state"]
     return NUMPY_STATE.pack(*inner["key"].tolist(), inner["pos"], state["has_gauss"], state["gauss"])

@@ -1,6 +1,6 @@
 """Trainer: takes scored groups, trains, publishes. Rank 0 leads, the others follow.
 
-    [queue: scored] ─▶ Intake ─ pick ─▶ Leader ─ command ─▶ engine (all ranks) ─▶ Records ─▶ ledger ─▶ publisher (all ranks)
+    [queue: scored] ─▶ Intake ─ pick ─▶ Leader ─ command ─▶ engine (all ranks) ─▶ Records ─▶ ledger ─▶ publisher ─▶ Saving
                                           │                    ▲
                                           └─ broadcast ─▶ Followers
 
@@ -9,10 +9,11 @@ Leader    scored groups               a full batch; under `wait` its order      
           ledger                      the answer to each call                   the ledger, its deadline
           engine                      the step on every rank                    the ranks, training.step_timeout_seconds
           publisher                   a free staging slot                       ParameterSync, sync.timeout_seconds
+          Saving                      the last checkpoint's files; no other's   the ranks, checkpoint.timeout_seconds
 Follower  commands of rank 0          the next command (a tick at the latest)   rank 0, its death, training.step_timeout_seconds
 
 Decisions are pure (`asyncrl.scheduling`); figures are pure (`figures`); files are written by `records`, whose docstring has the
-format of batches.jsonl, metrics.jsonl and samples.jsonl.
+format of batches.jsonl, metrics.jsonl and samples.jsonl; checkpoints are begun and committed by `saving`.
 """
 
 from asyncrl.services.trainer.parts import TrainerParts

@@ -30,13 +30,34 @@ class Publish:
 
 
 @dataclass(frozen=True)
+class Save:
+    """Copy aside and begin to write into this folder."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class FinishSave:
+    """Wait up to `timeout` seconds for what Save began, and agree how it went."""
+
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """Take the state that lies in this folder."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
 class Stop:
     """The last command. `reason` is "" for a regular end."""
 
     reason: str = ""
 
 
-Command = Tick | Train | Publish | Stop
+Command = Tick | Train | Publish | Save | FinishSave | Load | Stop
 
 
 def encode_command(command: Command) -> bytes:
@@ -45,6 +66,12 @@ def encode_command(command: Command) -> bytes:
             body: list[Any] = ["tick"]
         case Publish(version, slot):
             body = ["publish", version, slot]
+        case Save(folder):
+            body = ["save", folder]
+        case FinishSave(timeout):
+            body = ["finish_save", timeout]
+        case Load(folder):
+            body = ["load", folder]
         case Stop(reason):
             body = ["stop", reason]
         case Train(batch):
@@ -62,6 +89,12 @@ def decode_command(payload: bytes) -> Command:
             return Tick()
         case ["publish", int(version), int(slot)]:
             return Publish(version, slot)
+        case ["save", str(folder)]:
+            return Save(folder)
+        case ["finish_save", float(timeout)]:
+            return FinishSave(timeout)
+        case ["load", str(folder)]:
+            return Load(folder)
         case ["stop", str(reason)]:
             return Stop(reason)
         case ["train", int(step), int(version), float(learning_rate), list(groups), list(cuts), int(epochs)]:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from asyncrl.clock import Clock, IdleMeter
 from asyncrl.errors import RunError, StreamClosed
@@ -23,10 +24,13 @@ REMEMBERED = 65_536  # ids of groups that were taken, to drop a second delivery
 
 @dataclass(frozen=True)
 class Taken:
-    """A step's groups, in the order of the pick, and how many left before it, by state."""
+    """A step's groups, and how many left before it, by state."""
 
     groups: tuple[tuple[Candidate, ScoredGroup], ...]
     left_before: Counter[str]
+
+    def in_order(self, key: Callable[[GroupId], Any]) -> Taken:
+        return replace(self, groups=tuple(sorted(self.groups, key=lambda pair: key(pair[0].id))))
 
 
 class Intake:
@@ -69,6 +73,10 @@ class Intake:
             elif self._clock.now() - heard > self._data_timeout_seconds:
                 raise RunError(await self._what_is_missing(decision.out_of_order))
         return None
+
+    def held(self) -> list[GroupId]:
+        """Groups that arrived, and are in no step yet."""
+        return list(self._held)
 
     async def _receive(self, reason: str) -> bool:
         """Take what is there, waiting up to a tick; whether anything came."""

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checkpoint import CheckpointInfo
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
-from asyncrl.messages import ScoredGroup
+from asyncrl.messages import GroupId, ScoredGroup
 from asyncrl.protocols import End, StepOutcome, StepRecord, TrainBatch, TrainingEngine
 from asyncrl.scheduling.learning_rate import learning_rate
-from asyncrl.scheduling.minibatches import cut_minibatches
+from asyncrl.scheduling.minibatches import batch_order, cut_minibatches
 from asyncrl.scheduling.selection import Candidate, SelectionRules, Selector, narrow, split_filtered
 from asyncrl.services.trainer import figures
 from asyncrl.services.trainer.intake import Intake, Taken
 from asyncrl.services.trainer.parts import RunBlocking, TrainerParts
 from asyncrl.services.trainer.ranks import Ranks
 from asyncrl.services.trainer.records import Records
+from asyncrl.services.trainer.saving import Saving
 from asyncrl.services.trainer.tally import Tally
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,8 @@ CONFIRM_PAUSE_SECONDS = 0.05
 
 class Leader:
     """Makes `training.steps` steps, or as many as the data gives. After a step: its line in batches.jsonl and metrics.jsonl, then
-    its record in the ledger, then, every `publish_every` steps, the new version; so a step that the ledger has is in the
-    files."""
+    its record in the ledger, then, every `publish_every` steps, the new version, then, where one is due, a checkpoint; so a step
+    that the ledger has is in the files, and one that a checkpoint has is in the ledger."""
 
     def __init__(
         self,
@@ -45,33 +47,44 @@ class Leader:
         clock: Clock,
         run_blocking: RunBlocking,
         stopping: asyncio.Event,
+        incarnation: int = 1,
+        resume: CheckpointInfo | None = None,
     ):
+        """resume: the checkpoint to go on from; its steps are finished steps."""
         assert parts.leader is not None, "rank 0 is given the leader's parts"
         self._config, self._clock, self._stopping = config, clock, stopping
         self._parts, self._publisher, self._run_blocking = parts.leader, parts.publisher, run_blocking
         self._rules = selection_rules(config)
         self._tally = Tally(clock, config.rollout.max_staleness)
+        self._incarnation, self._resume = incarnation, resume
         self._ranks = Ranks(engine, parts.publisher, run_blocking)
-        self._records = Records(run_dir, samples_per_step=config.tracking.samples_per_step)
+        self.finished_steps = resume.step if resume else 0
+        self._records = Records(run_dir, samples_per_step=config.tracking.samples_per_step, last_step=self.finished_steps)
+        self._saving = Saving(config.checkpoint, run_dir, self._ranks, parts.leader, clock=clock, run_blocking=run_blocking)
+        if resume is not None:
+            self._tally.restore(resume.state["tally"])
         self._intake = Intake(
             Selector(self._rules),
             parts.leader,
             clock=clock,
             meter=self._tally.meter,
-            tick=self._ranks.tick,
+            tick=self._tick,
             stopping=stopping,
             data_timeout_seconds=config.training.data_timeout_seconds,
         )
         self.state = "starting"
-        self.finished_steps = 0
         self.version: int | None = None
-        self._bad_in_a_row = 0
+        self.stop_by: float | None = None
+        self._metrics: Mapping[str, float] = {}
+        self._in_step: tuple[GroupId, ...] = ()
+        self._started_wall = clock.wall()
 
     async def lead(self) -> None:
         """Until the last step, the end of the data, or a stop. The other ranks are dismissed whatever happens."""
         reason = "rank 0 failed"
         try:
-            await self._publish(0)
+            await self._saving.begin_run(self._resume)
+            await self._publish(self._rules.version(self.finished_steps))
             while self.finished_steps < self._config.training.steps:
                 taken = await self._next_step()
                 if taken is None:
@@ -79,8 +92,14 @@ class Leader:
                 await self._step(taken)
                 if self.finished_steps % self._rules.publish_every == 0:
                     await self._publish(self._rules.version(self.finished_steps))
+                await self._saving.after_step(self.finished_steps, self._metrics, self._resumable)
             if not self._stopping.is_set():
+                await self._saving.begin_last(self.finished_steps, self._metrics, self._resumable)
                 await self._finish()
+            self.state = "saving"
+            await self._saving.end_run(
+                self.finished_steps, self._metrics, self._resumable, seconds=self._seconds_for_the_last_save()
+            )
             reason = ""
         finally:
             self._records.close()
@@ -94,7 +113,9 @@ class Leader:
 
     async def _step(self, taken: Taken) -> None:
         self.state = "training"
-        self._tally.begin_step(first=self.finished_steps == 0)
+        self._tally.begin_step()
+        taken = taken.in_order(batch_order(self._config.seed))
+        self._in_step = tuple(candidate.id for candidate, _ in taken.groups)
         step, version = self.finished_steps + 1, self._rules.version(self.finished_steps)
         trains, filtered = split_filtered((candidate for candidate, _ in taken.groups), self._rules.filter)
         by_id = {candidate.id: group for candidate, group in taken.groups}
@@ -112,6 +133,7 @@ class Leader:
             **self._tally.end_step(outcome, tokens),
             "lr": self._learning_rate(step),
             **self._publisher.latest(),
+            **self._saving.metrics(),
         }
         self._records.samples(step, trained, [group for _, group in taken.groups])
         self._records.batch(step, version, trained, tokens)
@@ -120,6 +142,7 @@ class Leader:
         self._parts.tracker.log("trainer", step, {"step": float(step), "version": float(version), **metrics})
         log.info("step %d: %d of %d groups trained at version %d", step, len(trained), len(taken.groups), version)
         self._tally.add(tokens, metrics.get("reward/mean"), failed=failed)
+        self._metrics = metrics
         self._check_bad_steps(outcome, failed)
 
     async def _train(self, step: int, version: int, groups: Sequence[ScoredGroup]) -> StepOutcome:
@@ -138,13 +161,14 @@ class Leader:
         with self._tally.meter.waiting("ledger"):
             await self._parts.ledger.finish_step(StepRecord(step, version, tuple(ends)))
         self.finished_steps = step
+        self._in_step = ()
 
     def _check_bad_steps(self, outcome: StepOutcome, failed: bool) -> None:
         """A step that had nothing to train neither adds to the row nor ends it."""
         if failed or outcome.updates:
-            self._bad_in_a_row = self._bad_in_a_row + 1 if failed else 0
+            self._tally.bad_in_a_row = self._tally.bad_in_a_row + 1 if failed else 0
         limit = self._config.training.max_bad_steps
-        if self._bad_in_a_row >= limit:
+        if self._tally.bad_in_a_row >= limit:
             raise RunError(
                 f"{limit} steps in a row had no finite loss or gradient (training.max_bad_steps): lower training.learning_rate, "
                 f"or look at the rewards and log-probs of step {self.finished_steps} in samples.jsonl and metrics.jsonl"
@@ -162,21 +186,57 @@ class Leader:
 
     async def _finish(self) -> None:
         """No further step: say so, and keep the last version where servers can read it until they have."""
-        assert self.version is not None, "version 0 is published first"
+        assert self.version is not None, "a version is published first"
         self.state = "finishing"
         await self._parts.ledger.finish_training(self.version)
         deadline = self._clock.now() + 2 * self._config.sync.timeout_seconds
         while not await self._run_blocking(self._publisher.wait_confirmed, self.version, CONFIRM_POLL_SECONDS):
-            await self._ranks.tick()
+            await self._tick()
             await asyncio.sleep(CONFIRM_PAUSE_SECONDS)
             if self._stopping.is_set() or self._clock.now() > deadline:
                 log.warning("version %d was not confirmed by every server before the trainer ended", self.version)
                 return
 
+    async def _tick(self) -> None:
+        """While the leader waits: a sign of life, and a look at the checkpoint under way."""
+        await self._ranks.tick()
+        await self._saving.look()
+
+    def _seconds_for_the_last_save(self) -> float:
+        """checkpoint.timeout_seconds; after a stop, what its giver left, or cluster.stop_grace_seconds."""
+        if not self._stopping.is_set():
+            return self._config.checkpoint.timeout_seconds
+        if self.stop_by is None:
+            return self._config.cluster.stop_grace_seconds
+        return max(0.0, self.stop_by - self._clock.now())
+
+    def _resumable(self) -> dict[str, Any]:
+        """state.json of a checkpoint taken now, but for `format`, `best` and `files`."""
+        earlier = self._resume.state["wall_s"] if self._resume else 0.0
+        return {
+            "step": self.finished_steps,
+            "version": self._rules.version(self.finished_steps),
+            "incarnation": self._incarnation,
+            "world_size": self._ranks.world_size,
+            "wall_s": round(earlier + self._clock.wall() - self._started_wall, 3),
+            "config": self._config.to_mapping(),
+            "tally": self._tally.state(),
+        }
+
+    def held(self) -> list[GroupId]:
+        """Scored groups in the trainer's hands: waiting to be picked, or in the step that is being made."""
+        return [*self._intake.held(), *self._in_step]
+
     # ---- figures -----------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        return {"state": self.state, "version": self.version, "step": self.finished_steps, "bad_steps": self._tally.bad_steps}
+        return {
+            "state": self.state,
+            "version": self.version,
+            "step": self.finished_steps,
+            "bad_steps": self._tally.bad_steps,
+            **self._saving.status(),
+        }
 
     def summary(self) -> dict[str, Any]:
         return {"steps": self.finished_steps, "policy_version": self.version or 0, **self._tally.summary()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,11 +18,13 @@ class RunBlocking(Protocol):
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """Rank 0's alone. `receiver` takes from topic `scored`."""
+    """Rank 0's alone. `receiver` takes from topic `scored`. `evaluations(name)`: that metric of the evaluations so far, by step
+    (may raise TransportError); without it checkpoint.best cannot name one of evaluation."""
 
     receiver: Receiver
     ledger: LedgerClient
     tracker: Tracker
+    evaluations: Callable[[str], Awaitable[Mapping[int, float]]] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,20 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.errors import TransportError
+from asyncrl.errors import CheckpointError, TransportError
 from asyncrl.protocols import StepOutcome, TrainBatch, TrainingEngine, WeightPublisher
-from asyncrl.services.trainer.commands import Command, Publish, Stop, Tick, Train, decode_command, encode_command
+from asyncrl.services.trainer.commands import (
+    Command,
+    FinishSave,
+    Load,
+    Publish,
+    Save,
+    Stop,
+    Tick,
+    Train,
+    decode_command,
+    encode_command,
+)
 from asyncrl.services.trainer.parts import RunBlocking
 
 log = logging.getLogger(__name__)
@@ -18,6 +29,7 @@ class Ranks:
     """Rank 0's hand on the engine and the publisher of every rank. Calls are made one after the other.
 
     Once a call on the engine has raised, the ranks are out of step: nothing more is said to them, and each ends by its own error.
+    A CheckpointError alone is raised on every rank alike, and leaves them in step.
     """
 
     def __init__(self, engine: TrainingEngine, publisher: WeightPublisher, run_blocking: RunBlocking):
@@ -38,6 +50,31 @@ class Ranks:
         await self._tell(Publish(version, slot))
         await self._run_blocking(self._publisher.stage, version, slot)
 
+    async def begin_save(self, folder: str) -> float:
+        """Seconds that the optimizer was held."""
+        await self._tell(Save(folder))
+        held: float = await self._together(self._engine.begin_save, folder)
+        return held
+
+    def save_done(self) -> bool:
+        """Whether rank 0 has written its part, which it has when every rank has, or a moment before."""
+        return self._engine.save_done()
+
+    async def finish_save(self, timeout: float) -> float:
+        """Seconds that writing took. Raises CheckpointError for a save that failed."""
+        await self._tell(FinishSave(timeout))
+        seconds: float = await self._together(self._engine.finish_save, timeout)
+        return seconds
+
+    async def load(self, folder: str) -> None:
+        """Raises CheckpointError for a checkpoint that does not fit."""
+        await self._tell(Load(folder))
+        await self._together(self._engine.load, folder)
+
+    @property
+    def world_size(self) -> int:
+        return self._engine.world_size
+
     async def dismiss(self, reason: str) -> None:
         """The followers' end, where they can still be told."""
         if not self._in_step:
@@ -54,7 +91,11 @@ class Ranks:
     async def _together(self, function: Callable[..., Any], /, *args: Any) -> Any:
         """A call in which every rank takes part."""
         self._in_step = False
-        result = await self._run_blocking(function, *args)
+        try:
+            result = await self._run_blocking(function, *args)
+        except CheckpointError:
+            self._in_step = True
+            raise
         self._in_step = True
         return result
 
@@ -68,8 +109,22 @@ async def follow(engine: TrainingEngine, publisher: WeightPublisher, run_blockin
                 await run_blocking(engine.train, batch)
             case Publish(version, slot):
                 await run_blocking(publisher.stage, version, slot)
+            case Save(folder):
+                await run_blocking(engine.begin_save, folder)
+            case FinishSave(timeout):
+                await _unless_it_failed(engine, run_blocking, engine.finish_save, timeout)
+            case Load(folder):
+                await _unless_it_failed(engine, run_blocking, engine.load, folder)
             case Stop(reason):
                 log.info("rank %d stops: %s", engine.rank, reason or "the work is over")
                 return
             case Tick():
                 pass
+
+
+async def _unless_it_failed(engine: TrainingEngine, run_blocking: RunBlocking, call: Callable[..., Any], /, *args: Any) -> None:
+    """Every rank has the same error; rank 0 decides what it means."""
+    try:
+        await run_blocking(call, *args)
+    except CheckpointError as error:
+        log.warning("rank %d: %s", engine.rank, error)

@@ -8,12 +8,14 @@ samples.jsonl   one trajectory a line, for `asyncrl samples`: {"step", "id": "ep
                 first members of its groups, in turn, up to tracking.samples_per_step; of those that failed in scoring, all.
                 `state` "failed" is a member without a reward, and `reason` says why.
 
-Steps count from 1; versions are policy versions. A number that JSON cannot hold (NaN, inf) is written as null.
+Steps count from 1; versions are policy versions. A number that JSON cannot hold (NaN, inf) is written as null. A start that goes
+on after a step first cuts what lies beyond it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,18 +26,20 @@ import orjson
 from asyncrl.messages import ScoredGroup
 from asyncrl.services.trainer.figures import TrainedTokens
 
+NAMES = ("batches", "metrics", "samples")
 LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
 class Records:
     """Open until `close`; appends."""
 
-    def __init__(self, run_dir: Path, *, samples_per_step: int):
+    def __init__(self, run_dir: Path, *, samples_per_step: int, last_step: int = 0):
+        """last_step: lines of later steps, of an earlier life of the run, are cut."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._samples_per_step = samples_per_step
-        self._files: dict[str, BinaryIO] = {
-            name: (run_dir / f"{name}.jsonl").open("ab") for name in ("batches", "metrics", "samples")
-        }
+        for name in NAMES:
+            cut_after(run_dir / f"{name}.jsonl", last_step)
+        self._files: dict[str, BinaryIO] = {name: (run_dir / f"{name}.jsonl").open("ab") for name in NAMES}
 
     def batch(self, step: int, version: int, trained: Sequence[ScoredGroup], tokens: TrainedTokens) -> None:
         versions = None if tokens.versions is None else {"min": tokens.versions[0], "max": tokens.versions[1]}
@@ -74,6 +78,27 @@ class Records:
         if lines:
             self._files[name].write(b"".join(orjson.dumps(line, option=LINE) for line in lines))
             self._files[name].flush()
+
+
+def cut_after(file: Path, last_step: int) -> None:
+    """Only lines of steps up to `last_step` are left; a line that a crash tore goes too. Written aside, then renamed: whatever
+    happens on the way, the file is the one before or the one after."""
+    if not file.exists():
+        return
+    aside = file.with_name(f".{file.name}.cut")
+    with file.open("rb") as lines, aside.open("wb") as kept:
+        kept.writelines(line for line in lines if _is_up_to(line, last_step))
+        kept.flush()
+        os.fsync(kept.fileno())
+    aside.replace(file)
+
+
+def _is_up_to(line: bytes, last_step: int) -> bool:
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return line.endswith(b"\n") and isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= last_step
 
 
 def _sample(step: int, group: ScoredGroup, place: int, state: str) -> dict[str, Any]:

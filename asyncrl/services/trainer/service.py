@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checkpoint import CheckpointInfo
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
 from asyncrl.protocols import EngineLauncher, TrainingEngine
@@ -35,18 +36,23 @@ class TrainerService:
         connect: Connect,
         clock: Clock,
         run_blocking: RunBlocking = asyncio.to_thread,
+        incarnation: int = 1,
+        resume: CheckpointInfo | None = None,
     ):
+        """incarnation: of this start of the trainer; resume: the checkpoint that it goes on from."""
         self.name = f"trainer/{rank}"
         self._config, self._run_dir, self._rank = config, run_dir, rank
         self._launcher, self._connect, self._clock, self._run_blocking = launcher, connect, clock, run_blocking
+        self._incarnation, self._resume = incarnation, resume
         self._stopping = asyncio.Event()
+        self._stop_by: float | None = None
         self._meeting_point: str | None = None
         self._leader: Leader | None = None
         self._state = "starting"
         self._rpc: RpcServer | None = None
 
     async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
-        self._rpc = service_rpc(self)
+        self._rpc = service_rpc(self, {"held": self.held})
         address = await self._rpc.start(earlier.get("rpc"))
         await self._prepare()
         return {"rpc": address, **({"meeting_point": self._meeting_point} if self._meeting_point else {})}
@@ -68,9 +74,18 @@ class TrainerService:
             if self._rpc is not None:
                 await self._rpc.close()
 
-    async def stop(self) -> None:
-        """Rank 0 ends after its present step and dismisses the others."""
+    async def stop(self, seconds: float | None = None) -> None:
+        """Rank 0 ends after its present step, saves, and dismisses the others. seconds: how long it may take (the last checkpoint
+        is given up after them); None: cluster.stop_grace_seconds from the end of the step."""
+        if seconds is not None:
+            self._stop_by = self._clock.now() + seconds
+            if self._leader is not None:
+                self._leader.stop_by = self._stop_by
         self._stopping.set()
+
+    def held(self) -> list[str]:
+        """Ids of the scored groups in this trainer's hands: its pool, and the step that is being made. Rank 0 holds them."""
+        return [str(id) for id in self._leader.held()] if self._leader else []
 
     def status(self) -> dict[str, Any]:
         return self._leader.status() if self._leader and self._state == "running" else {"state": self._state, "version": None}
@@ -97,7 +112,10 @@ class TrainerService:
             clock=self._clock,
             run_blocking=self._run_blocking,
             stopping=self._stopping,
+            incarnation=self._incarnation,
+            resume=self._resume,
         )
+        self._leader.stop_by = self._stop_by
         await self._leader.lead()
 
     async def _close(self, parts: TrainerParts) -> None:

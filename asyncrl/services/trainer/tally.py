@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.clock import Clock, IdleMeter
 from asyncrl.protocols import StepOutcome
 from asyncrl.services.trainer.figures import TrainedTokens, ends_of_reward_curve
+
+KEPT = ("rewards", "tokens", "trajectories", "staleness_sum", "staleness_max", "bad_steps", "bad_in_a_row")
 
 
 @dataclass
@@ -25,17 +28,21 @@ class Tally:
     first_step_time: float | None = None  # wall time
     publish_seconds: float = 0.0
     bad_steps: int = 0
+    bad_in_a_row: int = 0
 
     def __post_init__(self) -> None:
         self.meter = IdleMeter(self.clock)
-        self._step_began = self._batch_came = self.clock.now()
+        self._step_began = self._batch_came = self._counts_since = self.clock.now()
         self._waited = 0.0
+        self._counting = False
+        self._earlier = (0.0, 0.0)  # seconds waited and seconds passed, of earlier starts of the trainer
 
-    def begin_step(self, *, first: bool) -> None:
+    def begin_step(self) -> None:
         """The step's batch is there."""
-        if first:
-            self.meter.restart()
         self._batch_came = self.clock.now()
+        if not self._counting:
+            self.meter.restart()
+            self._counting, self._counts_since = True, self._batch_came
 
     def end_step(self, outcome: StepOutcome, tokens: TrainedTokens) -> dict[str, float]:
         """Metrics of time and amount. time/step_s: since the last step's end; of it time/wait_s waiting (for groups, the
@@ -51,7 +58,7 @@ class Tally:
             "time/wait_s": max(0.0, waited - self._waited),
             "time/train_s": now - self._batch_came,
             "time/publish_s": self.publish_seconds,
-            "idle/trainer": self.meter.share(),
+            "idle/trainer": self.idle_share(),
         }
         figures |= {f"idle/trainer/{reason.replace(' ', '_')}_s": seconds for reason, seconds in self.meter.seconds.items()}
         self._step_began, self._waited = now, waited
@@ -70,6 +77,28 @@ class Tally:
         if self.first_step_time is None:
             self.first_step_time = self.clock.wall()
 
+    def idle_share(self) -> float:
+        """Waiting as a share of the time since the first batch, earlier starts of the trainer included; in [0, 1]."""
+        waited, passed = self._idle()
+        return min(1.0, waited / passed) if passed > 0 else 0.0
+
+    def state(self) -> dict[str, Any]:
+        """The totals, as plain values, for a later start to go on from."""
+        return {**{name: getattr(self, name) for name in KEPT}, "idle": list(self._idle())}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from these totals. `first_step_time` is this start's own: it says how long this start took."""
+        for name in KEPT:
+            setattr(self, name, state[name])
+        waited, passed = state["idle"]
+        self._earlier = (float(waited), float(passed))
+
+    def _idle(self) -> tuple[float, float]:
+        """(seconds waited, seconds passed)."""
+        waited, passed = self._earlier
+        now = self.clock.now() - self._counts_since if self._counting else 0.0
+        return waited + (sum(self.meter.seconds.values()) if self._counting else 0.0), passed + now
+
     def summary(self) -> dict[str, Any]:
         """The trainer's part of summary.json but `steps` and `policy_version`."""
         first, last = ends_of_reward_curve(self.rewards)
@@ -79,6 +108,6 @@ class Tally:
             "staleness": {"bound": self.staleness_bound, "max": self.staleness_max, "mean": mean},
             "trajectories": {"trained": self.trajectories},
             "tokens": {"trained": self.tokens},
-            "idle": {"trainer": round(self.meter.share(), 4)},
+            "idle": {"trainer": round(self.idle_share(), 4)},
             "first_step_time": self.first_step_time,
         }
