@@ -83,6 +83,7 @@ def _inference(spec: RunSpec, row: Row) -> Service:
 
     config = spec.parsed_config()
     room = config.inference.context_tokens or config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    wanted = config.inference.batch_invariant
     options = EngineOptions(
         dtype=config.model.dtype,
         device=_server_device(),
@@ -90,6 +91,7 @@ def _inference(spec: RunSpec, row: Row) -> Service:
         max_batch=config.inference.max_batch,
         tokenizer=config.model.tokenizer,
         trust_remote_code=config.model.trust_remote_code,
+        batch_invariant=False if wanted == "auto" and config.rollout.max_staleness else wanted,
     )
     return InferenceServer(row.name, model_folder(config), options, make_receiver=WeightReceiver)
 

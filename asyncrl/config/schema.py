@@ -134,6 +134,10 @@ class InferenceConfig(Section):
         description="Prompt plus response that a server has room for; null takes max_prompt_tokens + max_response_tokens.",
     )
     max_batch: Whole = Field(128, ge=1, description="Sequences that one server decodes at once.")
+    batch_invariant: bool | Literal["auto"] = Field(
+        "auto",
+        description="Tokens and log-probs depend on prompt and seed alone, bit for bit, not on what else is served; auto: on where rollout.max_staleness is 0 and the model can be served so.",
+    )
 
 
 class RewardFunction(Section):

@@ -57,6 +57,18 @@ class SlotCache(Cache):
         """The next pass writes tokens start … end−1 of the slots `rows` (int64[N]) and reads those slots from 0 to `end`."""
         self._rows, self._chunk, self._length = rows_N, slice(start, end), end
 
+    def target_rows(self, slots_R: torch.Tensor, columns_R: torch.Tensor) -> None:
+        """The next pass writes one token at columns[r] of slots[r] (int64[R], no pair twice) in every layer's `write_rows`."""
+        self._rows, self._columns = slots_R, columns_R
+        self._places = {}
+
+    def write_rows(self, keys_RHD: torch.Tensor, values_RHD: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a token's keys and values per row; the layer's planes [S, H, C, D] of all slots come back."""
+        places = self._decode_places(keys_RHD.shape[1])
+        self._flat[2 * layer].index_copy_(0, places, keys_RHD.reshape(-1, keys_RHD.shape[2]))
+        self._flat[2 * layer + 1].index_copy_(0, places, values_RHD.reshape(-1, values_RHD.shape[2]))
+        return self._keys[layer], self._values[layer]
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

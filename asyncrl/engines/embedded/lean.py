@@ -10,7 +10,7 @@ Shapes: N sequences, Q new tokens each, E hidden size, D head size, L tokens att
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional
@@ -56,7 +56,7 @@ class LeanForward:
         self._cos, self._sin = self._rotary_tables(decoder, context)
 
     @classmethod
-    def of(cls, model: Any, context: int) -> LeanForward | None:
+    def of(cls, model: Any, context: int) -> Self | None:
         """None for a model that is not of the family, or whose rotary frequencies depend on the length."""
         config = model.config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

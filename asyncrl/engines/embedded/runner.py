@@ -6,15 +6,17 @@ Shapes: N sequences, Q tokens of a prefill chunk, L tokens attended to (the long
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncrl.engines.embedded.invariant import InvariantForward, kv_columns
 from asyncrl.engines.embedded.kv_cache import LayerShape, SlotCache
-from asyncrl.engines.embedded.lean import LeanForward
+from asyncrl.engines.embedded.lean import FAMILY, LeanForward
 from asyncrl.engines.embedded.loading import context_limit, refuse_short_window
 from asyncrl.engines.embedded.sampling import sample
 from asyncrl.errors import PlanMismatch, UserError
@@ -26,9 +28,13 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
 class ModelRunner:
-    """Everything that touches tensors. One thread calls it: the engine's loop (`live` excepted)."""
+    """Everything that touches tensors. One thread calls it: the engine's loop (`live` excepted).
 
-    def __init__(self, model: Any, *, max_slots: int, context: int):
+    `batch_invariant`: a sequence's numbers depend on its own tokens only, bit for bit (see `invariant`). Raises UserError for a
+    model or a context that cannot be served, or not so.
+    """
+
+    def __init__(self, model: Any, *, max_slots: int, context: int, batch_invariant: bool = False):
         limit = context_limit(model.config)
         if limit is not None and context > limit:
             raise UserError(
@@ -45,10 +51,14 @@ class ModelRunner:
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self._all_columns = torch.arange(context, device=self.device)
         self._lean: LeanForward | None = None
+        self._invariant: InvariantForward | None = None
         try:
-            shapes = _layer_shapes(model, self._cache_name)
-            self.cache = SlotCache(shapes, max_slots=max_slots, context=context, dtype=self.dtype, device=self.device)
-            self._choose_forward()
+            shapes, columns = _layer_shapes(model, self._cache_name), kv_columns(context)
+            self.cache = SlotCache(shapes, max_slots=max_slots, context=columns, dtype=self.dtype, device=self.device)
+            if batch_invariant:
+                self._invariant = self._checked_invariant()
+            else:
+                self._choose_forward()
         except UserError:
             raise
         except Exception as error:  # boundary: a foreign model's code, which may dislike our cache or masks in any way
@@ -61,6 +71,9 @@ class ModelRunner:
         Rows of similar length go together, padded on the right: what padding writes lies past a row's length, where nothing
         is read before it has been written again.
         """
+        if self._invariant is not None:
+            self._invariant.prefill(slots, tokens, self.cache)
+            return
         order = sorted((index for index in range(len(slots)) if len(tokens[index])), key=lambda index: len(tokens[index]))
         while order:
             longest = len(tokens[order[-1]])
@@ -95,19 +108,33 @@ class ModelRunner:
         top_k: npt.NDArray[np.int64] | None = None,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Feed tokens[i] at position lengths[i] of slot i; the sampled tokens int32[N] and their log-probs float32[N]."""
-        logits_NV = self.next_logits(tokens, lengths)
-        picked_N, log_probs_N = sample(
-            logits_NV,
-            self._to_device(temperature),
-            self._to_device(uniform),
-            top_p_N=None if top_p is None else self._to_device(top_p),
-            top_k_N=None if top_k is None else self._to_device(top_k),
-        )
-        return picked_N.int().cpu().numpy(), log_probs_N.cpu().numpy()
+        picked: list[torch.Tensor] = []
+        log_probs: list[torch.Tensor] = []
+        for rows, logits_RV in self._passes(tokens, lengths):
+            fill = partial(_filled, length=len(logits_RV))
+            picked_R, log_probs_R = sample(
+                logits_RV,
+                self._to_device(fill(temperature[rows], off=1)),
+                self._to_device(fill(uniform[rows], off=0)),
+                top_p_N=None if top_p is None else self._to_device(fill(top_p[rows], off=1)),
+                top_k_N=None if top_k is None else self._to_device(fill(top_k[rows], off=-1)),
+            )
+            picked.append(picked_R[: rows.stop - rows.start])
+            log_probs.append(log_probs_R[: rows.stop - rows.start])
+        return torch.cat(picked).int().cpu().numpy(), torch.cat(log_probs).cpu().numpy()
 
     @torch.inference_mode()
     def next_logits(self, tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> torch.Tensor:
         """float32[N, V]: one step of the slots 0 … N−1."""
+        return torch.cat([logits_RV[: rows.stop - rows.start] for rows, logits_RV in self._passes(tokens, lengths)])
+
+    def _passes(self, tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> Iterable[tuple[slice, torch.Tensor]]:
+        """(rows, their logits) of one step. A batch-invariant pass has more logits than rows, and then several passes may be."""
+        if self._invariant is not None:
+            return self._invariant.decode(tokens, lengths, self.cache)
+        return [(slice(0, len(tokens)), self._decode_all(tokens, lengths))]
+
+    def _decode_all(self, tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> torch.Tensor:
         longest = min(-(-(int(lengths.max()) + 1) // LENGTH_BUCKET) * LENGTH_BUCKET, self.context)
         positions_N = self._to_device(lengths)
         mask = _additive(self._all_columns[:longest] <= positions_N[:, None], self.dtype)[:, None, None]
@@ -140,6 +167,31 @@ class ModelRunner:
             error = self._decode_error()
         if not error <= TOLERANCE[self.dtype]:
             raise self._cannot_serve(f"its decoding differs from its own forward pass by {error:.2g} in log-probability")
+
+    def _checked_invariant(self) -> InvariantForward:
+        """The batch-invariant pass, where it agrees with the model and with itself: once over whole prompts in company, once
+        token by token alone. Raises UserError."""
+        self._invariant = InvariantForward.of(self.model, self.context)
+        if self._invariant is None:
+            raise self._not_invariant(
+                f"only models of the Llama family ({', '.join(FAMILY)}) with fixed rotary frequencies can be"
+            )
+        error = self._decode_error()
+        if not error <= TOLERANCE[self.dtype]:
+            raise self._not_invariant(f"its log-probabilities would differ from the model's own by {error:.2g}")
+        length, company = min(24, self.context - 1), min(3, self.max_slots)
+        ids = (np.arange(company * (length + 1), dtype=np.int32) * 13 + 5).reshape(company, -1) % min(self.vocab_size, 1000)
+        self.prefill(range(company), [row[:length] for row in ids])
+        together_V = self.next_logits(ids[:, length], np.full(company, length))[company - 1]
+        for position, token in enumerate(ids[company - 1]):
+            alone_V = self.next_logits(token[None], np.asarray([position]))[0]
+        if not torch.equal(together_V, alone_V):
+            raise self._not_invariant(f"a prompt in company has other logits than alone on this device ({self.device})")
+        return self._invariant
+
+    def _not_invariant(self, reason: str) -> UserError:
+        name = type(self.model).__name__
+        return UserError(f"{name} cannot be served batch-invariantly: {reason}: set inference.batch_invariant to false")
 
     def _cannot_serve(self, reason: str) -> UserError:
         name = type(self.model).__name__
@@ -179,6 +231,11 @@ def check_staged(live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Te
         theirs = (tuple(fresh.shape), fresh.dtype, fresh.device.type, fresh.stride())
         if mine != theirs:
             raise PlanMismatch(f"parameter {name} is {mine}, and the staged tensor is {theirs} (shape, dtype, device, stride)")
+
+
+def _filled(values: npt.NDArray[Any], *, length: int, off: float) -> npt.NDArray[Any]:
+    """Padded to `length` by the value that switches a setting off."""
+    return np.pad(values, (0, length - len(values)), constant_values=off) if len(values) < length else values
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -17,12 +19,14 @@ from asyncrl.engines.tokenizer import HfTokenizer
 from asyncrl.errors import UserError
 
 DEFAULT_CONTEXT_TOKENS = 4096
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """context_tokens: prompt plus response that there is room for; None takes the model's own, at most 4096.
-    max_batch: sequences decoded at once. threads: torch's, within an operation."""
+    max_batch: sequences decoded at once. threads: torch's, within an operation. batch_invariant: a request's tokens and log-probs
+    depend, bit for bit, on its prompt and seed alone; "auto": where the model can be served so, else as usual with a warning."""
 
     dtype: str = "float32"
     device: str = "cpu"
@@ -31,6 +35,7 @@ class EngineOptions:
     threads: int = 1
     tokenizer: str | None = None
     trust_remote_code: bool = False
+    batch_invariant: bool | Literal["auto"] = False
 
 
 class EmbeddedServer:
@@ -69,7 +74,17 @@ class EmbeddedServer:
         tokenizer = HfTokenizer(
             options.tokenizer or self._path, model_path=self._path, trust_remote_code=options.trust_remote_code
         )
-        return ModelRunner(model, max_slots=options.max_batch, context=context), tokenizer
+        return self._runner(model, context), tokenizer
+
+    def _runner(self, model: Any, context: int) -> ModelRunner:
+        wanted, max_slots = self._options.batch_invariant, self._options.max_batch
+        if wanted != "auto":
+            return ModelRunner(model, max_slots=max_slots, context=context, batch_invariant=wanted)
+        try:
+            return ModelRunner(model, max_slots=max_slots, context=context, batch_invariant=True)
+        except UserError as error:
+            log.warning("requests are not served batch-invariantly: %s", error)
+            return ModelRunner(model, max_slots=max_slots, context=context)
 
     async def close(self) -> None:
         """Abort what runs, end the loop, give the port back. May be called at any time, and twice."""
