@@ -22,7 +22,7 @@ from asyncrl import logs
 from asyncrl.clock import SystemClock
 from asyncrl.cluster.spec import RunSpec
 from asyncrl.services.service import AddressBook, Service
-from asyncrl.services.supervisor import Row
+from asyncrl.services.supervisor import Life, Row
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -35,11 +35,11 @@ CLOCK = SystemClock()
 BUILTIN_SEED = 0  # built-in models are the same for every run, whatever the run's seed
 
 
-def assemble(spec: RunSpec, row: Row) -> Service:
+def assemble(spec: RunSpec, row: Row, life: Life) -> Service:
     """The service of `row`, not started."""
     if row.role == "reward" and row.index is not None:
         return _reward_worker(spec, row.index)
-    return _BUILDERS[row.role](spec, row)
+    return _BUILDERS[row.role](spec, row, life)
 
 
 def model_folder(config: Config) -> Path | str:
@@ -52,13 +52,13 @@ def model_folder(config: Config) -> Path | str:
     return prepare(config.model.path, arithmetic.examples(), seed=BUILTIN_SEED)
 
 
-def _message_queue(spec: RunSpec, row: Row) -> Service:
+def _message_queue(spec: RunSpec, row: Row, life: Life) -> Service:
     from asyncrl.services.message_queue import MessageQueueService
 
     return MessageQueueService(spec.parsed_config(), Path(spec.run_dir), clock=CLOCK)
 
 
-def _parameter_sync(spec: RunSpec, row: Row) -> Service:
+def _parameter_sync(spec: RunSpec, row: Row, life: Life) -> Service:
     from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
     from asyncrl.weight_sync.channel import ReceiverChannel
     from asyncrl.weight_sync.plan import bucket_bytes
@@ -76,7 +76,7 @@ def _parameter_sync(spec: RunSpec, row: Row) -> Service:
     return ParameterSyncService(settings, connect=ReceiverChannel, clock=CLOCK)
 
 
-def _inference(spec: RunSpec, row: Row) -> Service:
+def _inference(spec: RunSpec, row: Row, life: Life) -> Service:
     from asyncrl.engines.embedded import EngineOptions
     from asyncrl.services.inference import InferenceServer
     from asyncrl.weight_sync.receiver import WeightReceiver
@@ -103,7 +103,7 @@ def _server_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _trainer(spec: RunSpec, row: Row) -> Service:
+def _trainer(spec: RunSpec, row: Row, life: Life) -> Service:
     from asyncrl.engines.fsdp import FsdpLauncher
     from asyncrl.services.trainer import TrainerService
 
@@ -111,13 +111,13 @@ def _trainer(spec: RunSpec, row: Row) -> Service:
     rank = row.index or 0
 
     async def connect(book: AddressBook, engine: TrainingEngine) -> TrainerParts:
-        return _trainer_parts(spec, config, rank, book, engine)
+        return _trainer_parts(spec, config, rank, life, book, engine)
 
     launcher = FsdpLauncher(config, model_path=model_folder(config), rank=rank)
     return TrainerService(config, Path(spec.run_dir), rank, launcher=launcher, connect=connect, clock=CLOCK)
 
 
-def _trainer_parts(spec: RunSpec, config: Config, rank: int, book: AddressBook, engine: Any) -> TrainerParts:
+def _trainer_parts(spec: RunSpec, config: Config, rank: int, life: Life, book: AddressBook, engine: Any) -> TrainerParts:
     from asyncrl.services.ledger_client import RpcLedgerClient
     from asyncrl.services.trainer.parts import LeaderParts, TrainerParts
     from asyncrl.tracking.remote import RemoteTracker
@@ -130,7 +130,7 @@ def _trainer_parts(spec: RunSpec, config: Config, rank: int, book: AddressBook, 
         engine.named_parameters(),
         run_id=spec.run_id,
         address=book["parameter_sync"]["rpc"],
-        incarnation=spec.incarnation,
+        incarnation=life.incarnation,
         bucket_bytes=bucket_bytes(config.sync.bucket_megabytes, config.sync.max_megabytes_per_second),
         timeout_seconds=config.sync.timeout_seconds,
         rank=rank,
@@ -148,7 +148,7 @@ def _trainer_parts(spec: RunSpec, config: Config, rank: int, book: AddressBook, 
     return TrainerParts(publisher=publisher, leader=leader, closers=(queue.close,))
 
 
-def _rollouter(spec: RunSpec, row: Row) -> Service:
+def _rollouter(spec: RunSpec, row: Row, life: Life) -> Service:
     from asyncrl.services.rollouter import Rollouter
 
     config = spec.parsed_config()
@@ -195,7 +195,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     )
 
 
-def _reward_front(spec: RunSpec, row: Row) -> Service:
+def _reward_front(spec: RunSpec, row: Row, life: Life) -> Service:
     from asyncrl.services.reward import RewardFront
 
     config = spec.parsed_config()
@@ -246,7 +246,7 @@ def _reward_worker(spec: RunSpec, index: int) -> Service:
     return RewardWorker(index, executor, concurrency=reward.concurrency, clock=CLOCK)
 
 
-_BUILDERS: dict[str, Callable[[RunSpec, Row], Service]] = {
+_BUILDERS: dict[str, Callable[[RunSpec, Row, Life], Service]] = {
     "message_queue": _message_queue,
     "parameter_sync": _parameter_sync,
     "inference": _inference,

@@ -21,7 +21,7 @@ from typing import Any
 from asyncrl import logs
 from asyncrl.cluster.spec import RunSpec
 from asyncrl.services.service import AddressBook, Service
-from asyncrl.services.supervisor import Row
+from asyncrl.services.supervisor import Life, Row
 
 log = logging.getLogger(__name__)
 GARBAGE_OBJECTS = 20_000  # containers made and not freed before the collector looks at the young ones; Python's own is 700
@@ -37,14 +37,14 @@ def limit_threads() -> None:
 class ServiceHost:
     """Hosts one service. Methods return ("ok", value) or ("failed", "Type: text")."""
 
-    def __init__(self, spec: RunSpec, row: Row):
+    def __init__(self, spec: RunSpec, row: Row, life: Life):
         limit_threads()
         sys.path[:0] = [path for path in spec.import_paths if path not in sys.path]
         from pathlib import Path
 
         logs.log_to_file(Path(spec.run_dir), row.name)
         log.info("%s is process %d on %s", row.name, os.getpid(), socket.gethostname())
-        self._spec, self._row = spec, row
+        self._spec, self._row, self._life = spec, row, life
         self._loop = _new_loop()
         threading.Thread(target=self._loop.run_forever, name="service-loop", daemon=True).start()
         self._service: Service | None = None
@@ -64,8 +64,8 @@ class ServiceHost:
     async def _start(self) -> dict[str, str]:
         from asyncrl.cluster.assembly import assemble
 
-        self._service = assemble(self._spec, self._row)
-        addresses = await self._service.start()
+        self._service = assemble(self._spec, self._row, self._life)
+        addresses = await self._service.start(self._life.earlier)
         return {**addresses, "pid": str(os.getpid()), "host": socket.gethostname()}
 
     async def _run(self, book: AddressBook) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from asyncrl.cluster.host import ServiceHost, prepare_builtin_model
 from asyncrl.cluster.spec import RunSpec
 from asyncrl.errors import RunError
 from asyncrl.services.service import AddressBook
-from asyncrl.services.supervisor import Row, RowFailed, rows_of
+from asyncrl.services.supervisor import Life, Row, RowFailed, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class RayRuntime:
         self._config = spec.parsed_config()
         self._actors: dict[str, Any] = {}
         self._processes: dict[str, psutil.Process] = {}  # those of this host
+        self._placed = 0
         self._temp_dir: str | None = None
         self._opening: asyncio.Future[None] | None = None
 
@@ -98,9 +99,10 @@ class RayRuntime:
         except RayError as error:
             raise RunError(f"the built-in model {self._config.model.path} could not be made: {error}") from error
 
-    def place(self, row: Row) -> None:
+    def place(self, row: Row, life: Life) -> None:
         actor = ray.remote(num_cpus=0, num_gpus=self._gpus_of(row), max_restarts=0)(ServiceHost)
-        self._actors[row.name] = actor.options(name=row.name).remote(self._spec, row)
+        self._placed += 1  # Ray may still know the row's last actor by its name
+        self._actors[row.name] = actor.options(name=f"{row.name} ({self._placed})").remote(self._spec, row, life)
 
     def _gpus_of(self, row: Row) -> int:
         """One GPU for each trainer rank and each inference server where there are enough, else none."""
@@ -143,6 +145,12 @@ class RayRuntime:
     def kill(self, row: Row) -> None:
         if row.name in self._actors:
             ray.kill(self._actors[row.name], no_restart=True)
+
+    async def end(self, row: Row) -> None:
+        self.kill(row)
+        process = self._processes.pop(row.name, None)
+        if process is not None:
+            await asyncio.to_thread(sweep.kill_with_children, [process])
 
     async def close(self) -> None:
         """A stop may come while Ray is still starting; shutting it down meanwhile aborts this process, so that is waited for."""

@@ -258,7 +258,7 @@ class ClusterConfig(Section):
     start_timeout_seconds: float = Field(120.0, gt=0, description="Every service must be up by then.")
     stop_grace_seconds: float = Field(10.0, gt=0, description="Time a service has to end by itself before it is killed.")
     max_restarts: Whole = Field(
-        5, ge=0, description="How often a lost process is started again while the run makes no new step; 0 ends the run at once."
+        0, ge=0, description="How often a lost process is started again while the run makes no new step; 0 ends the run at once."
     )
 
 

@@ -18,7 +18,7 @@ from asyncrl.ledger.states import Attempts
 from asyncrl.ledger.store import FILE_NAME, LedgerWriter
 from asyncrl.messages import GroupId
 from asyncrl.protocols import Dispatch, End, PromptCursor, StepRecord
-from asyncrl.services.supervisor import Row, RowFailed, Supervisor
+from asyncrl.services.supervisor import Life, Row, RowFailed, Supervisor
 from asyncrl.services.supervisor.hearing import Hearing
 from asyncrl.transport.rpc import RpcServer
 
@@ -53,13 +53,16 @@ class FakeRuntime:
         self.summaries, self.at_running = summaries, at_running
         self.processes: dict[str, Process] = {}
         self.killed: list[str] = []
+        self.ended: list[str] = []
+        self.lives: list[tuple[str, Life]] = []
         self.closed = False
 
     async def open(self) -> None: ...
 
     async def prepare_model(self) -> None: ...
 
-    def place(self, row: Row) -> None:
+    def place(self, row: Row, life: Life) -> None:
+        self.lives.append((row.name, life))
         self.processes[row.name] = Process(row, self.summaries.get(row.name, {}))
 
     async def start(self, row: Row) -> dict[str, str]:
@@ -82,6 +85,10 @@ class FakeRuntime:
 
     def kill(self, row: Row) -> None:
         self.killed.append(row.name)
+
+    async def end(self, row: Row) -> None:
+        self.ended.append(row.name)
+        await self.processes[row.name].server.close()
 
     async def close(self) -> None:
         self.closed = True
@@ -114,15 +121,15 @@ def config() -> Config:
         "reward": {"functions": [{"function": "exact_match"}]},
         "training": {"steps": 10, "groups_per_step": 4},
         "rollout": {"max_response_tokens": 8, "max_prompt_tokens": 16},
-        "cluster": {"stop_grace_seconds": 0.5},
+        "cluster": {"stop_grace_seconds": 0.5, "max_restarts": 0},
     }
     return load_mapping(values).config
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.services.supervisor.supervisor.SETTLE_SECONDS", 0.05)
-    monkeypatch.setattr("asyncrl.services.supervisor.supervisor.STATUS_SECONDS", 0.1)
+    monkeypatch.setattr("asyncrl.services.supervisor.lives.SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr("asyncrl.services.supervisor.lives.CALL_SECONDS", 0.1)
     monkeypatch.setattr("asyncrl.services.supervisor.hearing.SILENT_QUESTIONS", SILENT_QUESTIONS)
     monkeypatch.setattr(Hearing.__init__, "__kwdefaults__", {"answer_seconds": 0.05, "pause_seconds": 0.01})
 
@@ -252,3 +259,87 @@ async def test_a_runtime_that_cannot_be_closed_leaves_a_summary_all_the_same(con
     summary = await supervisor_of(config, tmp_path, runtime).supervise()
     assert summary["status"] == "finished"
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 10
+
+
+# ── processes that are started again ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def restarting(config: Config, **sections: Any) -> Config:
+    """The same with restarts."""
+    values = {**config.to_mapping(), **sections}
+    return load_mapping({**values, "cluster": {**values["cluster"], "max_restarts": 2}}).config
+
+
+class Mortal:
+    """`at_running`: rows die once when their turn comes; the rest finishes a moment after the last of them."""
+
+    def __init__(self, *deaths: str):
+        self.deaths = list(deaths)
+        self.births: list[str] = []
+
+    async def __call__(self, name: str, process: Process) -> None:
+        self.births.append(name)
+        if self.deaths and self.deaths[0] == name:
+            await asyncio.sleep(0.05)
+            self.deaths.pop(0)
+            raise RowFailed(process.row, "its process ended unexpectedly", lost=True)
+        while self.deaths:
+            await asyncio.sleep(0.01)
+            if self.deaths and self.deaths[0] == name:
+                self.deaths.pop(0)
+                raise RowFailed(process.row, "its process ended unexpectedly", lost=True)
+        await asyncio.sleep(1.0)
+        await finishing(name, process)
+
+
+def lives_after_the_first(runtime: FakeRuntime) -> dict[str, Life]:
+    return {name: life for name, life in runtime.lives if not life.first}
+
+
+@pytest.mark.parametrize("name", ["rollouter", "reward", "reward/0", "inference/0"])
+async def test_a_lost_row_is_started_again_where_it_was(config, tmp_path, name):
+    runtime = FakeRuntime({"trainer/0": {"steps": 10}}, Mortal(name))
+    summary = await supervisor_of(restarting(config), tmp_path, runtime).supervise()
+    assert summary["status"] == "finished"
+    again = lives_after_the_first(runtime)
+    assert again.keys() == {name}
+    assert again[name].earlier["rpc"].startswith("tcp://127.0.0.1:")
+    assert runtime.ended == [name]
+
+
+async def test_rows_lost_one_after_the_other_are_all_started_again(config, tmp_path):
+    mortal = Mortal("reward", "inference/0", "rollouter", "reward")
+    summary = await supervisor_of(restarting(config), tmp_path, FakeRuntime({}, mortal)).supervise()
+    assert summary["status"] == "finished"
+    born = {name: mortal.births.count(name) for name in ("reward", "inference/0", "rollouter")}
+    assert born == {"reward": 3, "inference/0": 2, "rollouter": 2}
+
+
+async def test_a_lost_rank_sets_everybody_back_as_a_new_incarnation(config, tmp_path):
+    runtime = FakeRuntime({}, Mortal("trainer/0"))
+    summary = await supervisor_of(restarting(config, checkpoint={"every": 5}), tmp_path, runtime).supervise()
+    assert summary["status"] == "finished"
+    again = lives_after_the_first(runtime)
+    assert list(again) == ["message_queue", "rollouter", "reward", "trainer/0"]
+    assert {(life.incarnation, life.set_back_to, life.checkpoint) for life in again.values()} == {(2, 0, None)}
+    assert json.loads((tmp_path / "run.json").read_text())["incarnation"] == 2
+
+
+async def test_a_row_that_keeps_dying_ends_the_run_with_the_reason(config, tmp_path):
+    summary = await supervisor_of(restarting(config), tmp_path, FakeRuntime({}, Mortal(*["reward/0"] * 9))).supervise()
+    assert summary["status"] == "failed"
+    assert "service reward/0 died" in summary["error"]
+    assert "lost 3 times without a new step" in summary["error"]
+
+
+async def test_a_service_that_raises_is_not_started_again(config, tmp_path):
+    async def raise_once(row: str, process: Process) -> None:
+        if row == "reward":
+            raise RowFailed(process.row, "RunError: no reward worker for 60 s", lost=False)
+        await finishing(row, process)
+
+    runtime = FakeRuntime({}, raise_once)
+    summary = await supervisor_of(restarting(config), tmp_path, runtime).supervise()
+    assert summary["status"] == "failed"
+    assert "no reward worker" in summary["error"]
+    assert not lives_after_the_first(runtime)

@@ -1,7 +1,7 @@
 """Supervisor: brings the services up, watches them, ends them, and writes what became of the run.
 
     place ─▶ start (deadline) ─▶ run ─▶ wait ─┬─ trainer and rollouter done ─▶ finished
-                                              ├─ a service died             ─▶ failed, by its name
+                                              ├─ a process died             ─▶ started again, or failed, by its name
                                               └─ stop, Ctrl-C, SIGTERM      ─▶ interrupted
                                      └─▶ stop in order (grace) ─▶ kill ─▶ sweep ─▶ summary.json
 
@@ -9,7 +9,7 @@ It runs in the launcher's process and knows processes only through `Runtime` (`r
 and `summary`, pure.
 """
 
-from asyncrl.services.supervisor.runtime import Row, RowFailed, Runtime, rows_of
+from asyncrl.services.supervisor.runtime import Life, Resume, Row, RowFailed, Runtime, rows_of
 from asyncrl.services.supervisor.supervisor import Supervisor
 
-__all__ = ["Row", "RowFailed", "Runtime", "Supervisor", "rows_of"]
+__all__ = ["Life", "Resume", "Row", "RowFailed", "Runtime", "Supervisor", "rows_of"]

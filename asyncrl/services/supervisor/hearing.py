@@ -49,6 +49,10 @@ class Hearing:
         """One question to each."""
         await asyncio.gather(*(self._ask_one(row, timeout) for row in rows))
 
+    def forget(self, row: Row) -> None:
+        """A new process takes the row's place."""
+        self._unanswered.pop(row, None)
+
     def culprit(self, failures: Sequence[RowFailed], rows: Iterable[Row]) -> RowFailed | None:
         """The row behind these failures, if all are of rows that waited in vain for another, and one does not answer."""
         suspects = [row for row in rows if self._unanswered[row] >= SUSPECT_QUESTIONS]

@@ -55,8 +55,9 @@ class RestartPolicy:
         """The run has finished this step. Only one that it had not finished before is progress."""
         self._best_step = max(self._best_step, step)
 
-    def after_loss(self, lost: Collection[Row]) -> RestartPlan | GiveUp:
-        """What to do now that these rows' processes are gone."""
+    def after_loss(self, lost: Collection[Row], unfinished: RestartPlan | None = None) -> RestartPlan | GiveUp:
+        """What to do now that these rows' processes are gone. unfinished: a plan that was being carried out, and is part of the
+        new one."""
         if self._best_step > self._step_at_loss:
             self._losses.clear()
             self._step_at_loss = self._best_step
@@ -66,7 +67,7 @@ class RestartPolicy:
             if reason := self._why_not(row):
                 return GiveUp(row, reason)
         times = max(self._losses[row.name] for row in lost)
-        return self._plan(lost, _delay(times))
+        return self._plan(lost, _delay(times), unfinished)
 
     def _why_not(self, row: Row) -> str | None:
         limit, times = self._config.cluster.max_restarts, self._losses[row.name]
@@ -81,9 +82,9 @@ class RestartPolicy:
             )
         return None
 
-    def _plan(self, lost: Collection[Row], delay: float) -> RestartPlan:
-        roles = {row.role for row in lost if row.index is None or row.role != "reward"}
-        again = set(lost)
+    def _plan(self, lost: Collection[Row], delay: float, unfinished: RestartPlan | None) -> RestartPlan:
+        again = {*lost, *(unfinished.rows if unfinished is not None else ())}
+        roles = {row.role for row in again if row.index is None or row.role != "reward"}
         sets_back = "trainer" in roles
         asks_held = "message_queue" in roles and self._config.queue.durability == "none" and not sets_back
         if sets_back:

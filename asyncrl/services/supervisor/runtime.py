@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.config.schema import Config
@@ -36,6 +36,32 @@ class RowFailed(AsyncrlError):
         super().__init__(f"{row.name}: {reason}")
 
 
+@dataclass(frozen=True)
+class Resume:
+    """What a launched run goes on from: the checkpoint of `step` (its folder), or nothing but the ledger where step is 0."""
+
+    incarnation: int
+    step: int = 0
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class Life:
+    """What a row's process is told of those before it.
+
+    incarnation: of the trainer. earlier: addresses that this row had, to be bound again. checkpoint: the folder that the trainer
+    loads. set_back_to: the step that the ledger is set back to. held: scored groups that the trainer holds while a queue without
+    durability is replaced. `first`: no process of this row ran before in this launch.
+    """
+
+    incarnation: int = 1
+    earlier: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: str | None = None
+    set_back_to: int | None = None
+    held: tuple[str, ...] | None = None
+    first: bool = True
+
+
 class Runtime(Protocol):
     """Places, starts, watches and stops processes. Every call may raise RowFailed."""
 
@@ -45,8 +71,8 @@ class Runtime(Protocol):
     async def prepare_model(self) -> None:
         """Make what must exist before trainer and servers start: a built-in model's folder."""
 
-    def place(self, row: Row) -> None:
-        """Create the row's process."""
+    def place(self, row: Row, life: Life) -> None:
+        """Create the row's process; one that it had before has ended."""
 
     async def start(self, row: Row) -> dict[str, str]:
         """The service's addresses, once it is up; ``pid`` and ``host`` among them."""
@@ -56,6 +82,9 @@ class Runtime(Protocol):
 
     def kill(self, row: Row) -> None:
         """End the row's process at once."""
+
+    async def end(self, row: Row) -> None:
+        """End the row's process, if it has one, with everything below it, and return when it is gone."""
 
     async def close(self) -> None:
         """Leave no process and no file of the runtime behind."""
