@@ -177,8 +177,8 @@ class Lives:
     def _lives(self, plan: RestartPlan, held: Sequence[str] | None) -> dict[Row, Life]:
         step = checkpoint = None
         if plan.sets_back:
-            newest = Checkpoints(self._run_dir, keep=self._config.checkpoint.keep).newest_complete()
-            step, checkpoint = (0, None) if newest is None else (newest.step, str(newest.path))
+            newest = Checkpoints(self._run_dir).newest_complete()
+            step, checkpoint = (0, None) if newest is None else (newest.step, str(newest.folder))
             self.incarnation += 1
         lives = {}
         for row in plan.rows:
