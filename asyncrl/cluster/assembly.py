@@ -91,7 +91,7 @@ def _inference(spec: RunSpec, row: Row, life: Life) -> Service:
         max_batch=config.inference.max_batch,
         tokenizer=config.model.tokenizer,
         trust_remote_code=config.model.trust_remote_code,
-        batch_invariant=False if wanted == "auto" and config.rollout.max_staleness else wanted,
+        batch_invariant="auto" if wanted == "auto" and config.rollout.max_staleness == 0 else wanted == "always",
     )
     return InferenceServer(row.name, model_folder(config), options, make_receiver=WeightReceiver)
 

@@ -134,9 +134,9 @@ class InferenceConfig(Section):
         description="Prompt plus response that a server has room for; null takes max_prompt_tokens + max_response_tokens.",
     )
     max_batch: Whole = Field(128, ge=1, description="Sequences that one server decodes at once.")
-    batch_invariant: bool | Literal["auto"] = Field(
+    batch_invariant: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Tokens and log-probs depend on prompt and seed alone, bit for bit, not on what else is served; auto: on where rollout.max_staleness is 0 and the model can be served so.",
+        description="Whether tokens and log-probs depend, bit for bit, on prompt and seed alone, whatever else is served; auto: where rollout.max_staleness is 0 and the model can be served so.",
     )
 
 

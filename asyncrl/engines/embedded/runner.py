@@ -191,7 +191,7 @@ class ModelRunner:
 
     def _not_invariant(self, reason: str) -> UserError:
         name = type(self.model).__name__
-        return UserError(f"{name} cannot be served batch-invariantly: {reason}: set inference.batch_invariant to false")
+        return UserError(f"{name} cannot be served batch-invariantly: {reason}: set inference.batch_invariant to auto or never")
 
     def _cannot_serve(self, reason: str) -> UserError:
         name = type(self.model).__name__
