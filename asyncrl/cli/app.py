@@ -12,6 +12,7 @@ app = typer.Typer(
     help="Reinforcement learning for language models as a fully asynchronous streaming pipeline.",
     epilog="Start with: asyncrl launch pipelines/quickstart.yaml",
     add_completion=False,
+    invoke_without_command=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -24,6 +25,16 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text, errors too.")]
 PipelineFile = Annotated[Path, typer.Argument(metavar="FILE", help="A pipeline file, such as pipelines/quickstart.yaml.")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+@app.callback()
+def asyncrl(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Reinforcement learning for language models as a fully asynchronous streaming pipeline."""
+    if version:
+        from asyncrl import __version__
+
+        print(f"asyncrl {__version__}")
+        raise typer.Exit
 
 
 @app.command(short_help="Run a pipeline.")
@@ -120,6 +131,25 @@ def samples(
     from asyncrl.cli.samples import samples
 
     return samples(run, state=state, limit=limit, step=step, as_json=json)
+
+
+@app.command(short_help="Write a checkpoint as a Hugging Face folder.")
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run (its newest checkpoint), or a checkpoint.")],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new or empty folder.")],
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--dtype", metavar="float32|bfloat16|float16", help="Precision of the weights; default: model.dtype."),
+    ] = None,
+    test: Annotated[
+        bool, typer.Option("--test", help="Load it with transformers and compare weights and logits, bit for bit.")
+    ] = False,
+    json: AsJson = False,
+) -> int:
+    """Write the weights of a checkpoint as a folder that transformers and SGLang load, with configuration and tokenizer."""
+    from asyncrl.cli.export import export
+
+    return export(source, to, dtype=dtype, test=test, as_json=json)
 
 
 @app.command(short_help="Serve a model with the embedded engine.")

@@ -14,6 +14,8 @@ from asyncrl.errors import UserError
 
 def check(file: Path | None, overrides: Sequence[str], *, explain: str | None, as_json: bool) -> int:
     """Exit code 0; whatever is wrong is raised as ConfigError."""
+    if explain is not None and (file is not None or overrides):
+        raise UserError("check takes a file or --explain KEY, not both: give one")
     if explain is not None:
         explanation = explain_key(explain)
         if as_json:
@@ -59,6 +61,10 @@ def explanation_text(explanation: Explanation) -> str:
     return "\n".join(lines)
 
 
+def _updates(number: int | None) -> str:
+    return f"{number} optimizer update" if number == 1 else f"{number} optimizer updates"
+
+
 def plan_text(plan: Plan) -> str:
     """The plan for a person."""
     model, data, sizes, machine = plan.model, plan.data, plan.sizes, plan.machine
@@ -71,7 +77,7 @@ def plan_text(plan: Plan) -> str:
         f"model    {model['path']}, {model['dtype']}" + (f" ({', '.join(about)})" if about else ""),
         f"data     {data['train']}{rows['train']}; evaluation: {data['eval'] or 'off'}{rows['eval'] if data['eval'] else ''}",
         f"step     {sizes['groups_per_step']} groups, {sizes['responses_per_step']} responses, at most "
-        f"{count(sizes['most_tokens_per_step'])} tokens, {sizes['updates_per_step']} optimizer updates",
+        f"{count(sizes['most_tokens_per_step'])} tokens, {_updates(sizes['updates_per_step'])}",
         f"run      {sizes['steps']} steps, {count(sizes['groups'])} groups, {sizes['versions']} policy versions, at most "
         f"{sizes['live_groups']} groups under way",
         f"queue    {sizes['queue_items_per_topic']} messages and {size(sizes['queue_bytes_per_topic'])} per topic",

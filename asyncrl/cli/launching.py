@@ -18,6 +18,8 @@ from asyncrl.cli.summary import summary_text
 from asyncrl.cli.words import print_json
 from asyncrl.errors import UserError
 from asyncrl.pipeline import Pipeline, Run
+from asyncrl.pipeline.run_dir import check_run_dir
+from asyncrl.tracking.spool import FILE_NAME as SPOOL
 from asyncrl.tracking.store import ui_command
 
 SLICE_SECONDS = 0.5
@@ -29,6 +31,7 @@ def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume
     if resume not in ("auto", "never"):
         raise UserError(f"--resume is {resume}, but checkpoints to resume from are not built yet: leave --resume out")
     if dry_run:
+        check_run_dir(run_dir)
         plan = plan_of(file, overrides)
         if as_json:
             print_json(plan.to_mapping())
@@ -46,7 +49,8 @@ def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume
         print_json({**summary, "run_dir": str(run.run_dir)})
     else:
         mlflow = pipeline.config.tracking.mlflow
-        _last_word(file, run.run_dir, summary, mlflow_uri=mlflow.uri if mlflow is not None else None)
+        again = run.run_dir / "config.yaml" if overrides else file
+        _last_word(again, run.run_dir, summary, mlflow_uri=mlflow.uri if mlflow is not None else None)
     return EXIT_CODES[summary["status"]]
 
 
@@ -117,8 +121,14 @@ def _end_at_once(run: Run | None) -> None:
 
 
 def _last_word(file: Path, run_dir: Path, summary: dict[str, Any], *, mlflow_uri: str | None) -> None:
-    """What happened, and what to try next."""
+    """What happened, and what to try next. file: what describes this run, its overrides included."""
     status, folder = summary["status"], _short(run_dir)
+    if (run_dir / SPOOL).exists():
+        print(
+            f"MLflow did not take every figure: the rest is in {folder}/{SPOOL}; once {mlflow_uri} answers, run: "
+            f"python -m asyncrl.tracking.replay {folder}",
+            file=sys.stderr,
+        )
     if status == "failed":
         print(f"error: the run failed after {summary['steps']} steps: {summary['error']}", file=sys.stderr)
         print(f"logs: {folder}/logs; the whole summary: {folder}/summary.json", file=sys.stderr)

@@ -91,10 +91,19 @@ class RunFolder:
             "run_id": started.get("run_id"),
             "run_dir": str(self.path),
             "step": self._finished_steps(),
-            "steps": None,
+            "steps": self._asked_steps(),
             "services": [],
             "metrics": self._last_metrics(),
         }
+
+    def _asked_steps(self) -> int | None:
+        """`training.steps` of its config.yaml, where that can be read."""
+        from asyncrl.config.load import load_config
+
+        try:
+            return load_config(self.path / "config.yaml").config.training.steps
+        except UserError:
+            return None
 
     def _finished_steps(self) -> int:
         return int(self._last_metrics().get("step", 0))

@@ -23,6 +23,7 @@ def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("reward", _change(summary["reward"], "mean of the first and of the last steps")),
         ("evaluation", _change(summary["eval"], "on prompts it never trained on")),
         ("staleness", _staleness(summary["staleness"])),
+        ("responses", _responses(summary)),
         ("groups", _groups(summary["samples"])),
         ("new weights", _sync(summary["sync"])),
     ]
@@ -38,6 +39,16 @@ def _staleness(figure: Mapping[str, Any]) -> str | None:
     if figure.get("max") is None:
         return None
     return f"mean {number(figure['mean'], 2)}, most {figure['max']:g} of the {figure['bound']} versions allowed"
+
+
+def _responses(summary: Mapping[str, Any]) -> str | None:
+    """Said where some failed: their groups may have trained all the same."""
+    counts = summary["trajectories"]
+    if not counts.get("failed"):
+        return None
+    reasons = sorted((at(summary, "scoring", "reasons") or {}).items(), key=lambda reason: -reason[1])
+    why = f": {reasons[0][1]} × {reasons[0][0]}" + (", …" if len(reasons) > 1 else "") if reasons else ""
+    return f"{counts['generated']} generated, {counts['failed']} failed{why}"
 
 
 def _groups(samples: Mapping[str, Any]) -> str:

@@ -6,13 +6,14 @@ turns the text of `data.train` and `data.eval` into a source, `builtin` has the 
 """
 
 from asyncrl.data.opening import open_eval_prompts, open_prompts
-from asyncrl.data.rows import check_longest_prompts, check_prompt, prompt_from_row
+from asyncrl.data.rows import check_longest_prompts, check_longest_response, check_prompt, prompt_from_row
 from asyncrl.data.sources import StreamSource, TableSource
 
 __all__ = [
     "StreamSource",
     "TableSource",
     "check_longest_prompts",
+    "check_longest_response",
     "check_prompt",
     "open_eval_prompts",
     "open_prompts",

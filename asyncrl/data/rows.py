@@ -54,12 +54,18 @@ def check_prompt(prompt: Prompt, num_tokens: int, *, max_prompt_tokens: int, max
             f"{key}: the prompt of row {prompt.row} has {num_tokens} tokens, and rollout.max_prompt_tokens is "
             f"{max_prompt_tokens}: raise it, or shorten or remove the row"
         )
-    wanted = prompt.sampling.get("max_new_tokens", 0)
-    if wanted > max_response_tokens:
-        raise UserError(
-            f"{key}: row {prompt.row} asks for sampling.max_new_tokens {wanted}, and rollout.max_response_tokens is "
-            f"{max_response_tokens}: raise it, or lower the row's"
-        )
+    check_longest_response([prompt], max_response_tokens=max_response_tokens, key=key)
+
+
+def check_longest_response(prompts: Sequence[Prompt], *, max_response_tokens: int, key: str) -> None:
+    """Refuse rows that ask for longer responses than this run has room for; needs no tokenizer."""
+    for prompt in prompts:
+        wanted = prompt.sampling.get("max_new_tokens", 0)
+        if wanted > max_response_tokens:
+            raise UserError(
+                f"{key}: row {prompt.row} asks for sampling.max_new_tokens {wanted}, and rollout.max_response_tokens is "
+                f"{max_response_tokens}: raise it, or lower the row's"
+            )
 
 
 def check_longest_prompts(
@@ -76,7 +82,7 @@ def check_longest_prompts(
         return len(prompt.prompt) if isinstance(prompt.prompt, str) else sum(len(str(message)) for message in prompt.prompt)
 
     suspects = {prompt.row: prompt for prompt in heapq.nlargest(LOOKED_AT, prompts, key=size)}
-    suspects |= {prompt.row: prompt for prompt in prompts if prompt.sampling.get("max_new_tokens", 0) > max_response_tokens}
+    check_longest_response(prompts, max_response_tokens=max_response_tokens, key=key)
     for prompt in suspects.values():
         check_prompt(
             prompt,

@@ -34,6 +34,7 @@ BUILTIN_MODELS: Mapping[str, ModelFacts] = {
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 HUB_REACH_SECONDS = 3.0
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*[A-Za-z0-9]/[A-Za-z0-9][A-Za-z0-9_.-]*[A-Za-z0-9]")
 
@@ -55,6 +56,24 @@ def read_model(path: str, *, needs_tokenizer: bool = True) -> ModelFacts:
         raise UserError(f"model.path is {path}, and there is no such folder: give a folder with config.json and weights, a hub "
                         f"name such as owner/model, or a built-in: {', '.join(BUILTIN_MODELS)}")  # fmt: skip
     return _config_facts(_json(_hub_config(path), path), parameters=None)
+
+
+def has_chat_template(path: str) -> bool | None:
+    """Whether the tokenizer in this folder can turn messages into a prompt; None where that cannot be seen beforehand."""
+    if path.startswith(BUILTIN_PREFIX):
+        return False
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return None
+    if any((folder / name).exists() for name in CHAT_TEMPLATES):
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return None
+    return bool(isinstance(settings, dict) and settings.get("chat_template"))
 
 
 def _folder_facts(folder: Path, needs_tokenizer: bool) -> ModelFacts:

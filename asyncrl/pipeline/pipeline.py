@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.facts import Facts
-from asyncrl.config.load import LoadedConfig, dump_config, load_config, load_mapping
+from asyncrl.config.load import LoadedConfig, load_config, load_mapping
 from asyncrl.config.paths import not_importable
 from asyncrl.config.schema import Config
-from asyncrl.errors import UserError
 from asyncrl.pipeline.run import Run
+from asyncrl.pipeline.run_dir import claim_run_dir
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,7 @@ class Pipeline:
     def launch(self, run_dir: str | os.PathLike[str] | None = None, *, progress: bool | None = None) -> Run:
         """Start the run and return at once. run_dir: a new or empty folder (default ``runs/<name>-<time>``). progress: show it in
         the terminal (default: yes)."""
-        folder = _fresh_run_dir(run_dir, self.config.name)
-        _write_config(folder, self.config)
+        folder = claim_run_dir(run_dir, self.config)
         from asyncrl.cluster.launch import make_supervisor
         from asyncrl.cluster.spec import RunSpec, UserObjects
 
@@ -150,19 +148,3 @@ def _name_of(value: Any) -> str:
         return nameless
     found = getattr(importlib.import_module(module), name, None)
     return f"{module}:{name}" if found is value else nameless
-
-
-def _fresh_run_dir(run_dir: str | os.PathLike[str] | None, name: str) -> Path:
-    folder = Path(run_dir) if run_dir is not None else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = folder.absolute()
-    if (folder / "summary.json").exists() or (folder / "ledger.sqlite").exists():
-        raise UserError(f"--run-dir {folder} already holds a run: choose a new folder, or remove this one")
-    try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--run-dir {folder} cannot be made ({error.strerror}): choose a folder that you may write to") from error
-    return folder
-
-
-def _write_config(folder: Path, config: Config) -> None:
-    (folder / "config.yaml").write_text(dump_config(config))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from asyncrl.agents.user import check_agent
@@ -22,7 +22,8 @@ from asyncrl.config.load import LoadedConfig
 from asyncrl.config.paths import NOT_IMPORTABLE
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, Problem, UserError
-from asyncrl.pipeline.model_folder import read_model
+from asyncrl.pipeline.model_folder import has_chat_template, read_model
+from asyncrl.protocols import Prompt
 
 if TYPE_CHECKING:
     from asyncrl.pipeline.pipeline import Parts
@@ -55,8 +56,8 @@ def gather(config: Config, parts: Parts | None, problems: list[Problem]) -> Fact
     problems += _attention(config, gpus)
     return Facts(
         model=_model(config, problems),
-        train=_data("data.train", config.data.train, parts.train if parts else None, problems),
-        eval=_data("data.eval", config.data.eval, parts.eval if parts else None, problems),
+        train=_data("data.train", config, parts.train if parts else None, problems),
+        eval=_data("data.eval", config, parts.eval if parts else None, problems),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=_memory_bytes(),
         gpus=gpus,
@@ -89,8 +90,10 @@ def _model(config: Config, problems: list[Problem]) -> ModelFacts | None:
         return None
 
 
-def _data(key: str, said: str | None, given: Any, problems: list[Problem]) -> DataFacts | None:
-    """Rows of a table; the function that yields a stream is imported, not called."""
+def _data(key: Literal["data.train", "data.eval"], config: Config, given: Any, problems: list[Problem]) -> DataFacts | None:
+    """Rows of a table, each checked as far as it can be without a tokenizer; the function that yields a stream is imported, not
+    called."""
+    said = config.data.train if key == "data.train" else config.data.eval
     if said is None or (said.startswith(NOT_IMPORTABLE) and given is None):
         return None
     try:
@@ -101,15 +104,32 @@ def _data(key: str, said: str | None, given: Any, problems: list[Problem]) -> Da
             return DataFacts()
         if given is None and Path(said).is_file() and Path(said).stat().st_size > WHOLE_FILE_BYTES:
             return DataFacts()
-        from asyncrl.data.opening import open_eval_prompts, open_prompts
+        from asyncrl.data import TableSource, check_longest_response, open_eval_prompts, open_prompts
 
         data = given if given is not None else said
         if key == "data.eval":
-            return DataFacts(len(open_eval_prompts(data, samples=sys.maxsize, key=key)))
-        return DataFacts(open_prompts(data, seed=0, shuffle=False, key=key).num_rows)
+            prompts: Sequence[Prompt] = open_eval_prompts(data, samples=sys.maxsize, key=key)
+        else:
+            source = open_prompts(data, seed=0, shuffle=False, key=key)
+            prompts = source.prompts if isinstance(source, TableSource) else ()
+        check_longest_response(prompts, max_response_tokens=config.rollout.max_response_tokens, key=key)
+        problems += _messages(key, prompts, config)
+        return DataFacts(len(prompts) or None)
     except UserError as error:
         problems.append(Problem(key, str(error)))
         return None
+
+
+def _messages(key: str, prompts: Sequence[Prompt], config: Config) -> Iterator[Problem]:
+    """Chat messages become tokens through the tokenizer's chat template."""
+    chat = next((prompt for prompt in prompts if not isinstance(prompt.prompt, str)), None)
+    tokenizer = config.model.tokenizer or config.model.path
+    if chat is not None and has_chat_template(tokenizer) is False:
+        yield Problem(
+            key,
+            f"{key}: the prompt of row {chat.row} is a list of messages, and the tokenizer of {tokenizer} has no chat template: "
+            "give text, a model that was tuned to chat, or a tokenizer with a chat_template.jinja as model.tokenizer",
+        )
 
 
 def _rewards(config: Config, parts: Parts | None) -> Iterator[Problem]:

@@ -55,7 +55,7 @@ class Run:
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
         """What `asyncrl status` shows."""
         if self.done or self._loop is None or self._supervisor is None:
-            return {"state": "ended", **(self._summary or {})}
+            return {"state": (self._summary or {}).get("status", "failed"), **(self._summary or {})}
         return asyncio.run_coroutine_threadsafe(self._supervisor.status(), self._loop).result(timeout)
 
     def _join(self, timeout: float | None) -> None:

@@ -44,6 +44,13 @@ def main() -> None:
         print(f"MLflow run {replay(arguments.run, uri=arguments.uri)} has everything now")
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
+    except Exception as error:  # boundary: the store is somebody else's machine, and may raise anything
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        parser.exit(
+            1,
+            f"error: MLflow did not take it: {what}\n{arguments.run / FILE_NAME} is as it was: run this again once it answers, or "
+            "name another store with --uri\n",
+        )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +17,7 @@ from asyncrl.tracking.spool import EndStatus, Record, RunFacts
 
 PARAMS_PER_CALL = 100  # MLflow's limits
 METRICS_PER_CALL = 1000
+OPEN_SECONDS = 60.0
 
 
 class Store(Protocol):
@@ -44,9 +49,11 @@ class MlflowStore:
 
         for chatty in ("mlflow", "alembic"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", module=r"alembic\.")  # about MLflow's own tables: nothing that a user could mend
         self._uri = uri
-        self._client: Any = MlflowClient(tracking_uri=uri)
-        self._bulk = _bulk_sql(self._client) if uri.startswith("sqlite:") else None
+        with _one_at_a_time(uri):
+            self._client: Any = MlflowClient(tracking_uri=uri)
+            self._bulk = _bulk_sql(self._client) if uri.startswith("sqlite:") else None
 
     def create(self, facts: RunFacts) -> str:
         run = self._client.create_run(
@@ -94,6 +101,24 @@ class MlflowStore:
             self._client.restore_experiment(found.experiment_id)
         experiment_id: str = found.experiment_id
         return experiment_id
+
+
+@contextmanager
+def _one_at_a_time(uri: str) -> Iterator[None]:
+    """Runs that start beside each other on a new SQLite file would all make its tables, and all but one fail. The lock lies on
+    the file itself (flock, which SQLite does not use), and is waited for OPEN_SECONDS long."""
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    with Path(uri.removeprefix("sqlite:///")).open("ab") as file:
+        deadline = time.monotonic() + OPEN_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        yield
 
 
 def _bulk_sql(client: Any) -> BulkSql | None:

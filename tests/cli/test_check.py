@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl import __version__
 from tests.cli.harness import QUICKSTART, asyncrl
 
 
@@ -100,3 +101,20 @@ def test_resuming_a_folder_is_refused_as_not_built() -> None:
     outcome = asyncrl("launch", QUICKSTART, "--resume", "runs/before")
     assert outcome.code == 2
     assert "not built yet" in outcome.err
+
+
+def test_a_dry_run_refuses_the_folder_that_a_launch_would_refuse(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    outcome = asyncrl("launch", QUICKSTART, "--dry-run", "--run-dir", file)
+    assert (outcome.code, "is a file" in outcome.err) == (2, True)
+
+
+def test_a_file_and_a_key_to_explain_are_not_asked_at_once() -> None:
+    outcome = asyncrl("check", QUICKSTART, "--explain", "training.steps")
+    assert (outcome.code, "not both" in outcome.err) == (2, True)
+
+
+def test_the_version_is_printed() -> None:
+    outcome = asyncrl("--version")
+    assert (outcome.code, outcome.out) == (0, f"asyncrl {__version__}\n")

@@ -87,3 +87,16 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_fix(tmp_path: Path) -> No
     outcome = asyncrl("launch", QUICKSTART, "--run-dir", ended_run(tmp_path / "run"))
     assert outcome.code == 2
     assert "already holds a run" in outcome.err
+
+
+def test_the_next_try_is_this_run_with_its_overrides(fake_launch: Any, tmp_path: Path) -> None:
+    fake_launch()
+    outcome = asyncrl("launch", QUICKSTART, "--set", "seed=3", "--run-dir", tmp_path)
+    assert f"asyncrl launch {tmp_path}/config.yaml --set rollout.max_staleness=0" in outcome.out
+
+
+def test_figures_that_mlflow_did_not_take_are_spoken_of(fake_launch: Any, tmp_path: Path) -> None:
+    (tmp_path / "mlflow_spool.jsonl").write_text("")
+    fake_launch(status="failed", error="x")
+    outcome = asyncrl("launch", QUICKSTART, "--run-dir", tmp_path)
+    assert f"python -m asyncrl.tracking.replay {tmp_path}" in outcome.err

@@ -173,3 +173,9 @@ def test_summaries_of_runs_that_did_nothing_can_be_shown(tmp_path: Path) -> None
     outcome = asyncrl("status", run)
     assert outcome.code == 0
     assert "nothing came up" in outcome.out
+
+
+def test_responses_that_failed_are_counted_with_their_commonest_reason(tmp_path: Path) -> None:
+    scoring = {"reasons": {"score: boom": 2, "score: timeout after 1 s": 5}}
+    run = ended_run(tmp_path, trajectories={"generated": 64, "trained": 57, "failed": 7}, scoring=scoring)
+    assert "64 generated, 7 failed: 5 × score: timeout after 1 s, …" in asyncrl("status", run).out

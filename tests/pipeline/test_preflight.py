@@ -107,6 +107,23 @@ def test_a_bad_row_is_named_with_its_line(tmp_path: Path) -> None:
     assert "rows.jsonl:2" in problem.message
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+def test_a_row_that_asks_for_more_than_the_run_has_room_for_is_refused(key: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1="}\n{"prompt": "2+2=", "sampling": {"max_new_tokens": 9}}\n')
+    (problem,) = problems_of(f"{key}={rows}")
+    assert (problem.key, "row 1 asks for sampling.max_new_tokens 9" in problem.message) == (key, True)
+
+
+def test_messages_are_refused_where_the_tokenizer_has_no_chat_template(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": [{"role": "user", "content": "1+1="}]}\n')
+    (problem,) = problems_of(f"data.train={rows}")
+    assert (problem.key, "no chat template" in problem.message) == ("data.train", True)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    preflight(load_config(QUICKSTART, [f"data.train={rows}", f"model.tokenizer={tmp_path}"]))
+
+
 def test_a_reward_file_is_imported_and_its_function_looked_up(tmp_path: Path) -> None:
     file = tmp_path / "rewards_of_mine.py"
     file.write_text("def score(response, ground_truth):\n    return 1.0\n\ndef broken(reponse):\n    return 1.0\n")

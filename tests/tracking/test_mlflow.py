@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,8 +15,9 @@ from asyncrl.errors import UserError
 from asyncrl.tracking import mlflow_tracker
 from asyncrl.tracking.facts import flattened, name_of, tags
 from asyncrl.tracking.mlflow_tracker import MlflowTracker
+from asyncrl.tracking.replay import main as replay_main
 from asyncrl.tracking.replay import replay
-from asyncrl.tracking.spool import Record, RunFacts, read_spool
+from asyncrl.tracking.spool import Record, RunFacts, Spool, read_spool
 from asyncrl.tracking.store import MlflowStore, absolute_uri
 from tests.tracking.stores import FakeStore
 
@@ -201,3 +204,40 @@ def test_the_spool_is_plain_json(store, tmp_path):
     tracker_of(store, tmp_path).finish("FINISHED")
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "mlflow_spool.jsonl").read_text().splitlines()]
     assert kinds == ["run", "end"]
+
+
+def test_runs_that_start_on_a_new_database_at_once_all_get_in(tmp_path):
+    """Each in a process of its own: MLflow makes the tables of a new database, and trips over another that does."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    script = (
+        "import sys, mlflow.tracking\n"
+        "from asyncrl.tracking.store import MlflowStore\n"
+        "from asyncrl.tracking.spool import RunFacts\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        f"MlflowStore({uri!r}).create(RunFacts({uri!r}, 'sums', 'run', {{}}, {{}}, 0))\n"
+    )
+    command = [sys.executable, "-c", script]
+    pipe = subprocess.PIPE
+    runs = [subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(3)]
+    for run in runs:
+        assert run.stdout.readline() == "ready\n"
+    for run in runs:
+        run.stdin.write("\n")
+        run.stdin.flush()
+    for run in runs:
+        _, said = run.communicate(timeout=120)
+        assert (run.returncode, said) == (0, "")
+
+
+def test_replaying_to_a_server_that_is_down_says_so_in_a_line_and_keeps_the_spool(tmp_path, monkeypatch, capsys):
+    Spool(tmp_path, FACTS).end(None, "FINISHED", [], 1)
+
+    def refuses(run_dir, *, uri=None):
+        raise ConnectionError("no route\nand much more")
+
+    monkeypatch.setattr("asyncrl.tracking.replay.replay", refuses)
+    monkeypatch.setattr("sys.argv", ["replay", str(tmp_path)])
+    with pytest.raises(SystemExit, match="1"):
+        replay_main()
+    assert "MLflow did not take it: no route\n" in capsys.readouterr().err
+    assert (tmp_path / "mlflow_spool.jsonl").exists()
