@@ -2,8 +2,7 @@
 
     AsyncrlError
     ├── UserError                 the user's mistake: exit code 2, no traceback
-    │   ├── ConfigError           one or more problems in a pipeline file or its overrides
-    │   └── MissingExtra          an optional package is not installed
+    │   └── ConfigError           one or more problems in a pipeline file or its overrides
     ├── RunError                  the run failed: exit code 1
     │   ├── ServiceDied           a process of the run ended by itself
     │   └── StartTimeout          a service did not come up before the deadline
@@ -61,13 +60,6 @@ class ConfigError(UserError):
     def __init__(self, problems: Sequence[Problem]):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in problems))
-
-
-class MissingExtra(UserError):
-    """An optional dependency is needed and absent."""
-
-    def __init__(self, package: str, extra: str, needed_for: str):
-        super().__init__(f"{needed_for} needs the package {package!r}: install asyncrl[{extra}]")
 
 
 class RunError(AsyncrlError):

@@ -13,6 +13,7 @@ from asyncrl.agents.task import Task, failed_trajectory, pause_before_retry, see
 from asyncrl.errors import AsyncrlError
 from asyncrl.messages import Trajectory
 from asyncrl.protocols import Completion, GenerateRequest, InferenceEngine, MemberRequest, Tokenizer
+from asyncrl.protocols.inference import failed_completion
 
 NO_ANSWER = "the inference server ended the request without an answer for this member"
 
@@ -54,7 +55,7 @@ class SingleTurn:
                 yield completion
         except AsyncrlError as error:  # the engine as a whole is out of reach: the same as a failure of every member left
             for member in members:
-                yield _failed(member, f"{type(error).__name__}: {error}")
+                yield failed_completion(member, "", f"{type(error).__name__}: {error}")
         finally:
             self.active.difference_update(rids)
 
@@ -84,15 +85,3 @@ def _all_true(length: int) -> npt.NDArray[np.bool_]:
     mask = np.ones(length, np.bool_)
     mask.flags.writeable = False
     return mask
-
-
-def _failed(member: int, failure: str) -> Completion:
-    return Completion(
-        index=member,
-        token_ids=np.empty(0, np.int32),
-        log_probs=np.empty(0, np.float32),
-        versions=np.empty(0, np.int32),
-        finish_reason="failed",
-        server="",
-        failure=failure,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.errors import UserError
-from asyncrl.pipeline.model_folder import BUILTIN_PREFIX, read_model
+from asyncrl.pipeline.model_folder import read_model
 
 
 def serve(model: str, *, port: int, host: str, dtype: str, max_batch: int, context_tokens: int | None) -> int:
@@ -16,18 +16,9 @@ def serve(model: str, *, port: int, host: str, dtype: str, max_batch: int, conte
         raise UserError(str(error).replace("model.path is", "MODEL is")) from error
     if context_tokens is not None and facts.context_tokens is not None and context_tokens > facts.context_tokens:
         raise UserError(f"--context-tokens is {context_tokens}, but the context of {model} is {facts.context_tokens}: lower it")
+    from asyncrl.cluster.assembly import model_folder
     from asyncrl.engines.embedded import EngineOptions
     from asyncrl.services.inference import serve
 
     options = EngineOptions(dtype=dtype, max_batch=max_batch, context_tokens=context_tokens)
-    return serve(_folder(model), host=host, port=port, options=options)
-
-
-def _folder(model: str) -> str:
-    """A built-in is made on first use; any other model lies where it says."""
-    if not model.startswith(BUILTIN_PREFIX):
-        return model
-    from asyncrl.data.builtin import arithmetic
-    from asyncrl.engines.builtin.prepare import prepare
-
-    return str(prepare(model, arithmetic.examples(), seed=0))
+    return serve(model_folder(model), host=host, port=port, options=options)

@@ -42,14 +42,15 @@ def assemble(spec: RunSpec, row: Row, life: Life) -> Service:
     return _BUILDERS[row.role](spec, row, life)
 
 
-def model_folder(config: Config) -> Path | str:
-    """Where the policy lies; a built-in one is made first, if it is not there yet."""
-    if not config.model.path.startswith("builtin/"):
-        return config.model.path
-    from asyncrl.data.builtin import arithmetic
+def model_folder(model: str) -> Path | str:
+    """Where the model of this `model.path` lies; a built-in one is made first, if it is not there yet."""
+    from asyncrl.data.builtin import BUILTIN_PREFIX, arithmetic
+
+    if not model.startswith(BUILTIN_PREFIX):
+        return model
     from asyncrl.engines.builtin import prepare
 
-    return prepare(config.model.path, arithmetic.examples(), seed=BUILTIN_SEED)
+    return prepare(model, arithmetic.examples(), seed=BUILTIN_SEED)
 
 
 def _message_queue(spec: RunSpec, row: Row, life: Life) -> Service:
@@ -93,7 +94,7 @@ def _inference(spec: RunSpec, row: Row, life: Life) -> Service:
         trust_remote_code=config.model.trust_remote_code,
         batch_invariant="auto" if wanted == "auto" and config.rollout.max_staleness == 0 else wanted == "always",
     )
-    return InferenceServer(row.name, model_folder(config), options, make_receiver=WeightReceiver)
+    return InferenceServer(row.name, model_folder(config.model.path), options, make_receiver=WeightReceiver)
 
 
 def _server_device() -> str:
@@ -113,7 +114,7 @@ def _trainer(spec: RunSpec, row: Row, life: Life) -> Service:
     async def connect(book: AddressBook, engine: TrainingEngine) -> TrainerParts:
         return _trainer_parts(spec, config, rank, life, book, engine)
 
-    launcher = FsdpLauncher(config, model_path=model_folder(config), rank=rank)
+    launcher = FsdpLauncher(config, model_path=model_folder(config.model.path), rank=rank)
     return TrainerService(config, Path(spec.run_dir), rank, launcher=launcher, connect=connect, clock=CLOCK)
 
 
@@ -174,7 +175,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     data, objects = config.data, spec.objects
     train = objects.train if objects.train is not None else data.train
     held_out = objects.eval if objects.eval is not None else data.eval
-    folder = model_folder(config)
+    folder = model_folder(config.model.path)
     tokenizer = HfTokenizer(config.model.tokenizer or folder, model_path=folder, trust_remote_code=config.model.trust_remote_code)
     engine = FleetClient()
     queue, reward = RpcClient(book["message_queue"]["rpc"]), RpcClient(book["reward"]["rpc"])

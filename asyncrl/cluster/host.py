@@ -102,4 +102,4 @@ def prepare_builtin_model(spec: RunSpec) -> str:
     limit_threads()
     from asyncrl.cluster.assembly import model_folder
 
-    return str(model_folder(spec.parsed_config()))
+    return str(model_folder(spec.parsed_config().model.path))

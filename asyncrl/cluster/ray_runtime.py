@@ -22,6 +22,7 @@ from ray.exceptions import RayActorError, RayError
 from asyncrl.cluster import sweep
 from asyncrl.cluster.host import ServiceHost, prepare_builtin_model
 from asyncrl.cluster.spec import RunSpec
+from asyncrl.data.builtin import BUILTIN_PREFIX
 from asyncrl.errors import RunError
 from asyncrl.services.service import AddressBook
 from asyncrl.services.supervisor import Life, Row, RowFailed, rows_of
@@ -91,7 +92,7 @@ class RayRuntime:
             ) from error
 
     async def prepare_model(self) -> None:
-        if not self._config.model.path.startswith("builtin/"):
+        if not self._config.model.path.startswith(BUILTIN_PREFIX):
             return
         prepare = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(prepare_builtin_model)
         try:

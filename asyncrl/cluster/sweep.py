@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 
 import psutil
 
+from asyncrl.weight_sync.slots import SHARED_MEMORY, run_prefix
+
 log = logging.getLogger(__name__)
-SHARED_MEMORY = Path("/dev/shm")
-
-
-def shared_memory_prefix(run_id: str) -> str:
-    """Every shared-memory file of a run carries this prefix."""
-    return f"asyncrl-{run_id}-"
 
 
 def remove_shared_memory(run_id: str) -> list[str]:
     """Names of the files that were still there."""
     removed = []
-    for path in SHARED_MEMORY.glob(f"{shared_memory_prefix(run_id)}*"):
+    for path in SHARED_MEMORY.glob(f"{run_prefix(run_id)}*"):
         path.unlink(missing_ok=True)
         removed.append(path.name)
     return removed

@@ -11,8 +11,6 @@ from asyncrl.data.rows import prompt_from_row
 from asyncrl.errors import UserError
 from asyncrl.protocols import Prompt
 
-SUFFIXES = (".jsonl", ".parquet")
-
 
 def read_prompts(path: Path, key: str) -> list[Prompt]:
     """Every row of the file, checked. `key` names the configuration key in messages. Raises UserError, with file and line."""

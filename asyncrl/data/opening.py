@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.functions import load_function, names_function
+from asyncrl.config.paths import DATA_SUFFIXES
 from asyncrl.data.builtin import BUILTIN_PREFIX, builtin_rows
-from asyncrl.data.files import SUFFIXES, read_prompts
+from asyncrl.data.files import read_prompts
 from asyncrl.data.rows import prompt_from_row
 from asyncrl.data.sources import StreamSource, TableSource
 from asyncrl.errors import UserError
@@ -57,11 +58,11 @@ def _table(data: Data, key: str, split: Literal["train", "eval"]) -> list[Prompt
     if isinstance(data, str):
         if data.startswith(BUILTIN_PREFIX):
             rows = builtin_rows(data, split, key)
-        elif Path(data).suffix in SUFFIXES:
+        elif Path(data).suffix in DATA_SUFFIXES:
             return read_prompts(Path(data), key)
         elif not names_function(data):
             raise UserError(
-                f"{key} is {data!r}: give a {' or '.join(SUFFIXES)} file, a built-in such as {BUILTIN_PREFIX}arithmetic, "
+                f"{key} is {data!r}: give a {' or '.join(DATA_SUFFIXES)} file, a built-in such as {BUILTIN_PREFIX}arithmetic, "
                 "or a function as pkg.mod:fn or path/file.py:fn"
             )
     if isinstance(rows, str) or callable(rows):

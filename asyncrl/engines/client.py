@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from asyncrl.engines.shared_call import ABORT_SECONDS, NOT_SGLANG, Part, RefusedInCompany, SharedCall
 from asyncrl.errors import GenerationFailed
-from asyncrl.messages import FinishReason
 from asyncrl.protocols import Completion, FleetView, GenerateRequest, PolicyVersion, ServerView
+from asyncrl.protocols.inference import failed_completion
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
@@ -69,7 +69,7 @@ class FleetClient:
             name = server.name if server else request.server or ""
             failure = _explain(error, server, request.timeout_seconds)
             for index in sorted(missing):
-                yield _failed(index, name, failure)
+                yield failed_completion(index, name, failure)
 
     async def abort(self, rids: Sequence[str]) -> None:
         """Ask the servers that have these requests to end them. A server that cannot be reached has lost them anyway."""
@@ -133,9 +133,10 @@ class FleetClient:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        call = self._calls.get(server.name)
-        if is_alone or call is None or not call.admits(server, part):
-            call = self._calls[server.name] = SharedCall(self._session, server, self._abort_on, is_alone=is_alone)
+        call, prefix_key = self._calls.get(server.name), f"weights {self._view.incarnation}.{server.version}"
+        if is_alone or call is None or not call.admits(server, part, prefix_key):
+            call = SharedCall(self._session, server, self._abort_on, prefix_key=prefix_key, is_alone=is_alone)
+            self._calls[server.name] = call
             self._keep(call.task)
         part.again()
         call.join(part)
@@ -173,7 +174,7 @@ def _completion(payload: Mapping[str, Any], index: int, server: ServerView, inca
     token_ids = np.asarray(payload["output_ids"], np.int32)
     reason = meta["finish_reason"]["type"]
     if reason == "abort" and not len(token_ids):
-        return _failed(index, server.name, f"aborted: {meta['finish_reason'].get('message')}", reason="abort")
+        return failed_completion(index, server.name, f"aborted: {meta['finish_reason'].get('message')}", reason="abort")
     log_probs = np.asarray([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
     if len(log_probs) != len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens with {len(log_probs)} log-probs")
@@ -212,11 +213,6 @@ def _policy_version(text: str) -> PolicyVersion:
     if text == "default":
         return PolicyVersion(0, 0)
     return PolicyVersion.parse(text) if "." in text else PolicyVersion(0, int(text))
-
-
-def _failed(index: int, server: str, failure: str, *, reason: FinishReason = "failed") -> Completion:
-    nothing = np.zeros(0, np.int32)
-    return Completion(index, nothing, np.zeros(0, np.float32), nothing, reason, server, failure)
 
 
 def _explain(error: BaseException, server: ServerView | None, timeout_seconds: float) -> str:

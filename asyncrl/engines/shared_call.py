@@ -82,10 +82,20 @@ class Part:
 
 
 class SharedCall:
-    """One POST /generate. Parts join until it is sent, in the next turn of the event loop. `is_alone`: one part only."""
+    """One POST /generate. Parts join until it is sent, in the next turn of the event loop. `is_alone`: one part only;
+    `prefix_key`: what keeps apart the prefixes that a server caches under different weights."""
 
-    def __init__(self, session: aiohttp.ClientSession, server: ServerView, abort: Abort, *, is_alone: bool = False):
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        server: ServerView,
+        abort: Abort,
+        *,
+        prefix_key: str,
+        is_alone: bool = False,
+    ):
         self._session, self._server, self._abort, self._is_alone = session, server, abort, is_alone
+        self._prefix_key = prefix_key
         self._parts: list[Part] = []  # those that are still here
         self._places: list[tuple[Part, MemberRequest]] = []  # by index in the stream
         self._num_members = 0
@@ -97,9 +107,10 @@ class SharedCall:
     def task(self) -> asyncio.Task[None]:
         return self._task
 
-    def admits(self, server: ServerView, part: Part) -> bool:
+    def admits(self, server: ServerView, part: Part, prefix_key: str) -> bool:
         is_open = not (self._is_sent or self._is_alone or self._task.cancelling())
-        return is_open and server == self._server and self._num_members + len(part.left) <= MAX_MEMBERS
+        is_same = (server, prefix_key) == (self._server, self._prefix_key)
+        return is_open and is_same and self._num_members + len(part.left) <= MAX_MEMBERS
 
     def join(self, part: Part) -> None:
         assert not self._is_sent
@@ -146,7 +157,7 @@ class SharedCall:
 
     async def _exchange(self, in_company: bool) -> BaseException:
         """Ask, and share out the answer. Returns what is to be said to a part that has not got all."""
-        body = orjson.dumps(_payload(self._parts, self._server))
+        body = orjson.dumps(_payload(self._parts, self._prefix_key))
         response = await self._session.post(f"{self._server.url}/generate", data=body, headers=HEADERS)
         self._answered.set()
         try:
@@ -173,8 +184,7 @@ class SharedCall:
         return sum(member.rid in part.left for part, member in self._places)
 
 
-def _payload(parts: Sequence[Part], server: ServerView) -> dict[str, Any]:
-    """`extra_key` keeps apart the prefixes that SGLang caches under different versions."""
+def _payload(parts: Sequence[Part], prefix_key: str) -> dict[str, Any]:
     input_ids: list[list[int]] = []
     sampling_params: list[dict[str, Any]] = []
     rids: list[str] = []
@@ -187,7 +197,7 @@ def _payload(parts: Sequence[Part], server: ServerView) -> dict[str, Any]:
         "input_ids": input_ids,
         "sampling_params": sampling_params,
         "rid": rids,
-        "extra_key": f"version {server.version}",
+        "extra_key": prefix_key,
         "return_logprob": True,
         "stream": True,
     }

@@ -58,6 +58,12 @@ class Completion:
     failure: str | None = None
 
 
+def failed_completion(index: int, server: str, failure: str, *, reason: FinishReason = "failed") -> Completion:
+    """A member without a response, and why."""
+    nothing = np.zeros(0, np.int32)
+    return Completion(index, nothing, np.zeros(0, np.float32), nothing, reason, server, failure)
+
+
 class InferenceEngine(Protocol):
     """A client of one or more inference servers."""
 

@@ -29,7 +29,7 @@ class PromptCursor:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A group that starts. `start_version`: the version that the servers had confirmed then; `row_key` names its source row."""
+    """A group that starts. `start_version`: the version that the servers had confirmed then."""
 
     id: GroupId
     start_version: int

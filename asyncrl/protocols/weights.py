@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +103,3 @@ class Fleet(Protocol):
 
     async def watch(self, since: int, timeout: float) -> FleetView:
         """The view, as soon as its `seq` passes `since`, or after `timeout` seconds."""
-
-
-Plan = Sequence[Mapping[str, Any]]

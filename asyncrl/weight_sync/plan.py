@@ -134,11 +134,6 @@ class Plan:
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.slices)
 
-    def rank_range(self, rank: int) -> range:
-        """Indices of `rank`'s slices."""
-        indices = [index for index, piece in enumerate(self.slices) if piece.rank == rank]
-        return range(indices[0], indices[-1] + 1) if indices else range(0)
-
     def to_wire(self) -> dict[str, Any]:
         return _plan_to_wire(self.tensors, self.slices, self.slot_bytes)
 

@@ -17,8 +17,13 @@ PREFIX = "asyncrl-"
 NUM_SLOTS = 2
 
 
+def run_prefix(run_id: str) -> str:
+    """Every shared-memory file of a run begins so."""
+    return f"{PREFIX}{run_id}-"
+
+
 def slot_name(run_id: str, rank: int, slot: int) -> str:
-    return f"{PREFIX}{run_id}-r{rank}-s{slot}"
+    return f"{run_prefix(run_id)}r{rank}-s{slot}"
 
 
 def create_slot(name: str, num_bytes: int) -> mmap.mmap:

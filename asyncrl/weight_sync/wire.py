@@ -15,7 +15,7 @@ changes nothing, and those behind it that depend on it are refused in turn.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgpack
 import numpy as np
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from asyncrl.errors import MalformedFrame
 
 Kind = Literal["BEGIN", "FETCH", "BUCKET", "COMMIT", "DIGEST", "STATUS", "CANCEL"]
-KINDS = frozenset({"BEGIN", "FETCH", "BUCKET", "COMMIT", "DIGEST", "STATUS", "CANCEL"})
+KINDS = frozenset(get_args(Kind))
 ERRORS = frozenset(
     {
         "stale_incarnation",  # an earlier start of the trainer

@@ -178,10 +178,12 @@ def answer(**changes) -> dict:
 
 
 @contextlib.asynccontextmanager
-async def scripted(payload: dict, incarnation: int = 2) -> AsyncIterator[FleetClient]:
-    """A client of a server that answers every call with this payload."""
+async def scripted(payload: dict, incarnation: int = 2, seen: list[dict] | None = None) -> AsyncIterator[FleetClient]:
+    """A client of a server that answers every call with this payload; `seen` takes the calls' bodies."""
 
     async def generate(request: web.Request) -> web.Response:
+        if seen is not None:
+            seen.append(await request.json())
         return web.json_response(text=f"data: {json.dumps(payload)}\n\ndata: [DONE]\n\n")
 
     app = web.Application()
@@ -226,6 +228,13 @@ async def test_a_stream_that_ends_early_fails_the_members_left():
         completions = await collect(client, group(members=2))
     assert completions[0].failure is None
     assert "1 of 2 responses outstanding" in (completions[1].failure or "")
+
+
+async def test_the_prefix_key_names_incarnation_and_version():
+    seen: list[dict] = []
+    async with scripted(answer(), incarnation=2, seen=seen) as client:
+        await collect(client, group(members=1))
+    assert [body["extra_key"] for body in seen] == ["weights 2.5"]
 
 
 # ---- groups that share a call

@@ -238,7 +238,7 @@ def test_the_learning_rate_follows_its_schedule(tmp_path):
         await world.arrive(*(scored(row, versions=(row, row)) for row in range(4)))
         await world.run()
         assert [batch.learning_rate for batch in world.engine.batches] == [0.5, 1.0, 1.0, 0.5]
-        assert [row["lr"] for row in world.lines("metrics")] == [0.5, 1.0, 1.0, 0.5]
+        assert [row["learning_rate"] for row in world.lines("metrics")] == [0.5, 1.0, 1.0, 0.5]
 
     virtual(story())
 

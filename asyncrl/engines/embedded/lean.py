@@ -49,7 +49,6 @@ class LeanForward:
         self._epsilon: float = config.rms_norm_eps
         attention = decoder.layers[0].self_attn
         self._head_dim: int = attention.head_dim
-        self._kv_heads: int = config.num_key_value_heads
         self._query_groups: int = config.num_attention_heads // config.num_key_value_heads
         self._scaling: float = attention.scaling
         self._activation = decoder.layers[0].mlp.act_fn

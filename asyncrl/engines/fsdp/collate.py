@@ -31,10 +31,6 @@ class StepArrays:
     behaviour_BT: torch.Tensor
     staleness_BT: torch.Tensor
 
-    @property
-    def num_responses(self) -> int:
-        return len(self.starts_B)
-
 
 @dataclass(frozen=True)
 class MicroInputs:

@@ -91,11 +91,6 @@ class FsdpEngine:
         """The live master weights by their Hugging Face names, a tied one once; `to_local()` is this rank's shard."""
         return self._policy.hf_named_parameters()
 
-    @property
-    def model_config(self) -> object:
-        """The Hugging Face configuration of the policy."""
-        return self._policy.model.config
-
     def close(self) -> None:
         if self._saver is not None:
             self._saver.close()

@@ -131,7 +131,7 @@ class Leader:
             **outcome.metrics,
             **self._group_metrics(taken, len(batch), len(filtered), failed),
             **self._tally.end_step(outcome, tokens),
-            "lr": self._learning_rate(step),
+            "learning_rate": self._learning_rate(step),
             **self._publisher.latest(),
             **self._saving.metrics(),
         }
