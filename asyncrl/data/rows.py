@@ -97,7 +97,7 @@ def _prompt_value(value: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         if not value:
             raise UserError(f"{where}: 'prompt' is empty: give it text, or remove the row")
-        return str.__str__(value)
+        return str(_plain(str.__str__(value), "prompt", where))
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, list | tuple) or not value:
@@ -132,11 +132,23 @@ def _sampling(value: Any, where: str) -> dict[str, Any]:
 def _plain(value: Any, name: str, where: str) -> Any:
     """The value as plain data, or UserError."""
     try:
-        return plain(value, name)
+        found = plain(value, name)
+        if _has_half_characters(found):
+            raise UserError(f"{where}: {name} holds half of a surrogate pair, which is no text: mend or remove the row")
+        return found
     except TypeError as error:
         raise UserError(
             f"{where}: {error}, which cannot travel to a reward function: give it as text, numbers or lists"
         ) from error
+
+
+def _has_half_characters(value: Any) -> bool:
+    """Lone surrogates, which JSON can say (``"\\ud83d"``), and neither a tokenizer nor UTF-8 can take."""
+    if isinstance(value, str):
+        return not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)
+    if isinstance(value, dict):
+        return any(_has_half_characters(part) for pair in value.items() for part in pair)
+    return isinstance(value, list | tuple) and any(map(_has_half_characters, value))
 
 
 def _shown(value: Any) -> str:

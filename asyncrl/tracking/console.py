@@ -21,6 +21,9 @@ SHOWN = (
 )
 """Metrics of the line, in order, where they exist."""
 
+UNSCORED = "scoring/failed"
+"""Responses whose reward function raised, was too slow or gave no number, so far."""
+
 
 class ConsoleProgress:
     """steps: `training.steps`; bound: `rollout.max_staleness`. The trainer's records move the line, the others fill it in."""
@@ -61,6 +64,8 @@ class ConsoleProgress:
         """The figures and the time left, as text."""
         figures = [text.format(self._latest[name]) for name, text in SHOWN if name in self._latest]
         figures = [f"{f} of {self._bound}" if f.startswith("staleness") else f for f in figures]
+        if self._latest.get(UNSCORED):
+            figures.append(f"{self._latest[UNSCORED]:,.0f} responses not scored")
         left = self.seconds_left()
         figures.append(f"{_duration(self._now() - self._began)} elapsed")
         if left is not None:
@@ -74,14 +79,22 @@ class ConsoleProgress:
         (first_time, first_step), (last_time, last_step) = self._arrivals[0], self._arrivals[-1]
         return (last_time - first_time) / (last_step - first_step) * max(self._steps - last_step, 0)
 
+    def _before_a_step(self) -> str:
+        """A reward that always fails leaves nothing to train on, so the run never gets past this: it must say so itself."""
+        failed = self._latest.get(UNSCORED)
+        if not failed:
+            return self._state
+        why = "`asyncrl samples RUN --state failed` says why"
+        return f"{self._state}: no step yet, {failed:,.0f} responses could not be scored ({why})"
+
     def _show(self, *, force: bool) -> None:
         if self._closed:
             return
         if self._live is not None:
             task = self._live.tasks[0].id
-            self._live.update(task, completed=self._step, figures=self.line() if self._step else self._state)
+            self._live.update(task, completed=self._step, figures=self.line() if self._step else self._before_a_step())
         elif force or self._now() - self._printed >= PLAIN_SECONDS:
-            text = f"step {self._step}/{self._steps}: {self.line()}" if self._step else self._state
+            text = f"step {self._step}/{self._steps}: {self.line()}" if self._step else self._before_a_step()
             if text != self._said:
                 self._printed, self._said = self._now(), text
                 self._stream.write(f"{text}\n")

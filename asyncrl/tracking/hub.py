@@ -56,8 +56,8 @@ class Hub:
         return self._mlflow.run_id if self._mlflow is not None else None
 
 
-def make_hub(config: Config, run_dir: Path, *, show_progress: bool) -> Hub:
-    """MLflow as `tracking.mlflow` says, and progress on standard output."""
+def make_hub(config: Config, run_dir: Path, *, show_progress: bool, mlflow_run_id: str | None = None) -> Hub:
+    """MLflow as `tracking.mlflow` says, and progress on standard output. mlflow_run_id: of a run that goes on."""
     console = (
         ConsoleProgress(sys.stdout, steps=config.training.steps, bound=config.rollout.max_staleness) if show_progress else None
     )
@@ -72,5 +72,7 @@ def make_hub(config: Config, run_dir: Path, *, show_progress: bool) -> Hub:
             return RunFacts(uri, experiment, config.name, flattened(config.to_mapping()), run_tags, start_ms)
 
         seconds = FINISH_SECONDS if uri.startswith(("http://", "https://")) else LOCAL_FINISH_SECONDS
-        mlflow = MlflowTracker(facts, run_dir, artifacts_at_start=[run_dir / "config.yaml"], finish_seconds=seconds)
+        mlflow = MlflowTracker(
+            facts, run_dir, artifacts_at_start=[run_dir / "config.yaml"], finish_seconds=seconds, run_id=mlflow_run_id
+        )
     return Hub(run_dir, mlflow=mlflow, console=console)

@@ -37,7 +37,8 @@ LOCAL_FINISH_SECONDS = 60.0  # a busy machine takes long to import mlflow and to
 
 
 class MlflowTracker:
-    """One run in one store. facts: called once, on the thread, because it may take a while (git)."""
+    """One run in one store. facts: called once, on the thread, because it may take a while (git). run_id: of an MLflow run that
+    goes on; its parameters are those of its first start. Where the store has it no more, a new one is made."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class MlflowTracker:
         open_store: Callable[[str], Store] = MlflowStore,
         wall: Callable[[], float] = time.time,
         finish_seconds: float = LOCAL_FINISH_SECONDS,
+        run_id: str | None = None,
     ):
         self._make_facts, self._run_dir, self._open_store, self._wall = facts, run_dir, open_store, wall
         self._artifacts = list(artifacts_at_start)
@@ -60,6 +62,7 @@ class MlflowTracker:
         self._spool: Spool | None = None
         self._overflowed = False
         self._described = False  # parameters are there
+        self._goes_on = run_id
         self.run_id: str | None = None
         self._thread = threading.Thread(target=self._main, name="mlflow", daemon=True)
         self._thread.start()
@@ -118,7 +121,7 @@ class MlflowTracker:
     def _deliver(self, store: Store, facts: RunFacts) -> bool:
         """Send what there is; True when that was the last of it and the run has ended."""
         if self.run_id is None:
-            self.run_id = store.create(facts)
+            self.run_id = self._reopened(store) or store.create(facts)
         if not self._described:
             store.params(self.run_id, facts.params)
             self._described = True
@@ -141,6 +144,16 @@ class MlflowTracker:
                 store.artifact(self.run_id, path)
         store.end(self.run_id, status, end_ms)
         return True
+
+    def _reopened(self, store: Store) -> str | None:
+        """The id of the run that goes on, or None."""
+        if self._goes_on is None:
+            return None
+        if not store.reopen(self._goes_on):
+            log.warning("MLflow has no run %s any more: a new one is made", self._goes_on)
+            return None
+        self._described = True
+        return self._goes_on
 
     def _oldest(self) -> list[Record]:
         with self._changed:

@@ -46,11 +46,8 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
     except Exception as error:  # boundary: the store is somebody else's machine, and may raise anything
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        parser.exit(
-            1,
-            f"error: MLflow did not take it: {what}\n{arguments.run / FILE_NAME} is as it was: run this again once it answers, or "
-            "name another store with --uri\n",
-        )
+        kept = f"{arguments.run / FILE_NAME} is as it was: run this again once it answers, or name another store with --uri"
+        parser.exit(1, f"error: MLflow did not take it: {what}\n{kept}\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ class Store(Protocol):
     def create(self, facts: RunFacts) -> str:
         """Create the run, with its tags; its id."""
 
+    def reopen(self, run_id: str) -> bool:
+        """A run that had ended goes on; False where the store has no such run."""
+
     def params(self, run_id: str, params: Mapping[str, str]) -> None:
         """May be called again with the same values."""
 
@@ -61,6 +64,20 @@ class MlflowStore:
         )
         run_id: str = run.info.run_id
         return run_id
+
+    def reopen(self, run_id: str) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            found = self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        if found.info.lifecycle_stage == "deleted":
+            return False
+        self._client.update_run(run_id, status="RUNNING")
+        return True
 
     def params(self, run_id: str, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param

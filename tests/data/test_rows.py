@@ -47,6 +47,10 @@ def test_values_of_other_libraries_become_plain():
         ({"prompt": "p", "sampling": {"ignore_eos": 1}}, "true or false"),
         ({"prompt": "p", "sampling": [1]}, "must be an object"),
         ({"prompt": "p", "thing": object()}, "'thing' holds a object"),
+        ({"prompt": "p\ud83d"}, "prompt holds half of a surrogate pair"),
+        ({"prompt": [{"role": "user", "content": "\udc00"}]}, "prompt[0].content holds half"),
+        ({"prompt": "p", "ground_truth": "\ud800"}, "ground_truth holds half"),
+        ({"prompt": "p", "notes": [{"deep\udfff": 1}]}, "notes holds half"),
     ],
 )
 def test_a_bad_row_is_refused_by_its_name(row, words):

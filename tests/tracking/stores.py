@@ -10,6 +10,7 @@ class FakeStore:
 
     def __init__(self):
         self.runs, self.records, self.given_params, self.artifacts, self.ended = [], [], {}, [], []
+        self.known, self.reopened = set(), []
         self.down = False
         self.running = threading.Event()
         self.running.set()
@@ -23,6 +24,11 @@ class FakeStore:
         self._answer()
         self.runs.append(facts)
         return f"run{len(self.runs)}"
+
+    def reopen(self, run_id):
+        self._answer()
+        self.reopened.append(run_id)
+        return run_id in self.known
 
     def params(self, run_id, params):
         self._answer()

@@ -50,6 +50,18 @@ def test_start_up_is_said_once_and_counts_now_and_then():
     assert stream.getvalue().splitlines() == ["starting", "3/3 services up", "running"]
 
 
+def test_a_reward_that_always_fails_is_said_before_there_is_a_step():
+    stream = io.StringIO()
+    console, now = progress(stream)
+    console.state("running")
+    for failed in (0.0, 64.0, 128.0):
+        now.seconds += 6
+        console.log("reward", 0, {"scoring/failed": failed})
+    assert stream.getvalue().splitlines()[-1].startswith("running: no step yet, 128 responses could not be scored")
+    console.log("trainer", 1, {"reward/mean": 0.5})
+    assert "128 responses not scored" in console.line()
+
+
 def test_the_last_step_is_always_shown():
     stream = io.StringIO()
     console, _ = progress(stream, steps=3)

@@ -46,6 +46,22 @@ def test_a_run_is_told_with_its_parameters_artifacts_and_end(store, tmp_path):
     assert not (tmp_path / "mlflow_spool.jsonl").exists()
 
 
+def test_a_run_that_goes_on_keeps_its_id_and_its_parameters(store, tmp_path):
+    store.known = {"earlier"}
+    tracker = tracker_of(store, tmp_path, run_id="earlier")
+    tracker.log("trainer", 4, {"loss": 0.5})
+    assert tracker.finish("FINISHED")
+    assert (tracker.run_id, store.runs, store.given_params) == ("earlier", [], {})
+    assert store.ended == [("earlier", "FINISHED")]
+
+
+def test_a_run_that_the_store_has_no_more_is_made_anew(store, tmp_path, caplog):
+    tracker = tracker_of(store, tmp_path, run_id="gone")
+    assert tracker.finish("FINISHED")
+    assert (store.reopened, tracker.run_id, store.given_params) == (["gone"], "run1", FACTS.params)
+    assert "no run gone any more" in caplog.text
+
+
 def test_a_name_that_two_axes_log_is_two_metrics(store, tmp_path):
     tracker = tracker_of(store, tmp_path)
     tracker.log("trainer", 1, {"tokens": 1.0})
@@ -174,6 +190,17 @@ def test_the_short_way_into_sqlite_leaves_the_rows_that_mlflow_itself_would(tmp_
             columns = "key, value, timestamp, step, is_nan"
             tables.append([sorted(database.execute(f"select {columns} from {t}")) for t in ("metrics", "latest_metrics")])
     assert tables[0] == tables[1]
+
+
+def test_a_run_in_a_real_store_goes_on_after_its_end(tmp_path):
+    store = MlflowStore(f"sqlite:///{tmp_path}/mlflow.db")
+    run_id = store.create(RunFacts("", "e", "r", {}, {}, 0))
+    store.end(run_id, "KILLED", 10)
+    assert store.reopen(run_id)
+    assert store._client.get_run(run_id).info.status == "RUNNING"
+    store._client.delete_run(run_id)
+    assert not store.reopen(run_id)
+    assert not store.reopen("0" * 32)
 
 
 def test_a_configuration_becomes_parameters():
