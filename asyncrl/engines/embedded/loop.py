@@ -211,7 +211,7 @@ class EngineLoop:
             table.tokens[np.arange(n), lengths],
             lengths.copy(),
             temperature=table.temperature[:n],
-            uniform=uniforms(table.seeds[:n], table.generated[:n]),
+            uniform=uniforms(table.seeds[:n], table.generated[:n] + table.seed_offset[:n]),
             top_p=_unless_off(table.top_p[:n], table.top_p[:n] < 1),
             top_k=_unless_off(table.top_k[:n], table.top_k[:n] > 0),
         )

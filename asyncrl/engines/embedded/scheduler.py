@@ -112,9 +112,11 @@ class Scheduler:
         return Finish("length")
 
     def _update(self, slot: int, finish: Finish | None) -> Update:
-        tokens, log_probs = self.table.output(slot)
-        sequence = self.running[slot]
-        return Update(sequence, tokens, log_probs, tuple(sequence.spans), finish)
+        sequence, start = self.running[slot], 0
+        if sequence.sampling.is_incremental:
+            start = int(self.table.told[slot])
+            self.table.told[slot] = self.table.generated[slot]
+        return Update(sequence, *self.table.output(slot, start), tuple(sequence.spans), finish, start)
 
     def _remove(self, gone: npt.NDArray[np.int64]) -> Moves:
         moves = self.table.compact(len(self.running), gone)

@@ -16,7 +16,9 @@ class Sampling:
     """How one sequence is sampled.
 
     temperature 0 is greedy. `stop_token_ids` already holds the model's end tokens unless the request ignores them.
-    seed in [0, 2^64); stream_interval: tokens between updates, None for one update at the end.
+    seed in [0, 2^64); `seed_offset`: tokens of the response that the prompt already ends with, so that what follows is drawn
+    as if they had been sampled here. stream_interval: tokens between updates, None for one update at the end;
+    `is_incremental`: an update holds only what no update before it held.
     """
 
     max_new_tokens: int
@@ -25,7 +27,9 @@ class Sampling:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    seed_offset: int = 0
     stream_interval: int | None = None
+    is_incremental: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,16 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Update:
-    """A sequence's tokens so far: token_ids int32[R], log_probs float32[R]. `finish` is None while it goes on."""
+    """A sequence's tokens so far, from token `start` on: token_ids int32[R − start], log_probs float32[R − start]. `spans` count
+    from the first token. `finish` is None while it goes on."""
 
     sequence: Sequence
     token_ids: npt.NDArray[np.int32]
     log_probs: npt.NDArray[np.float32]
     spans: tuple[tuple[str, int], ...]
     finish: Finish | None
+    start: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.start + len(self.token_ids)

@@ -28,7 +28,8 @@ class SlotTable:
     """Arrays over S slots and a context of C tokens.
 
     tokens int32[S, C]: prompt and output; kv_length int64[S]: tokens whose keys and values are in the cache, always one less
-    than the tokens there are, so that tokens[s, kv_length[s]] is what the next step feeds; generated int64[S].
+    than the tokens there are, so that tokens[s, kv_length[s]] is what the next step feeds; generated int64[S]; told int64[S]:
+    those of them that incremental updates have told already.
     """
 
     def __init__(self, max_slots: int, context: int):
@@ -39,7 +40,9 @@ class SlotTable:
         self.prompt_length = np.zeros(max_slots, np.int64)
         self.generated = np.zeros(max_slots, np.int64)
         self.max_new = np.zeros(max_slots, np.int64)
+        self.told = np.zeros(max_slots, np.int64)
         self.seeds = np.zeros(max_slots, np.uint64)
+        self.seed_offset = np.zeros(max_slots, np.int64)
         self.temperature = np.ones(max_slots, np.float32)
         self.top_p = np.ones(max_slots, np.float32)
         self.top_k = np.full(max_slots, -1, np.int64)
@@ -55,7 +58,8 @@ class SlotTable:
         self.kv_length[slot] = length - 1
         self.generated[slot] = 0
         self.max_new[slot] = min(sampling.max_new_tokens, self.context - length)
-        self.seeds[slot] = sampling.seed
+        self.told[slot] = 0
+        self.seeds[slot], self.seed_offset[slot] = sampling.seed, sampling.seed_offset
         self.temperature[slot] = sampling.temperature
         self.top_p[slot] = sampling.top_p
         self.top_k[slot] = sampling.top_k
@@ -80,10 +84,10 @@ class SlotTable:
         self.tokens[rows, self.kv_length[:n]] = tokens
         return done | (self.stop_ids[:n] == tokens[:, None]).any(axis=1)
 
-    def output(self, slot: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Copies of the tokens generated in `slot` and their log-probs."""
+    def output(self, slot: int, start: int = 0) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Copies of the tokens generated in `slot` and their log-probs, without the first `start`."""
         begin, count = self.prompt_length[slot], self.generated[slot]
-        return self.tokens[slot, begin : begin + count].copy(), self.log_probs[slot, :count].copy()
+        return self.tokens[slot, begin + start : begin + count].copy(), self.log_probs[slot, start:count].copy()
 
     def compact(self, running: int, gone: npt.NDArray[np.int64]) -> Moves:
         """Close the holes left by the rows `gone` of the first `running`: the last survivors move into them."""

@@ -20,10 +20,10 @@ _Known = tuple[tuple[Json, int] | None, Json]
 MAX_BATCH = 4096
 DEFAULT_MAX_NEW_TOKENS = 128
 
-FIELDS = ("input_ids", "text", "sampling_params", "return_logprob", "rid", "stream", "extra_key")
+FIELDS = ("input_ids", "text", "sampling_params", "return_logprob", "rid", "stream", "incremental", "extra_key")
 SAMPLING = (
-    "max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "sampling_seed", "n", "stream_interval",
-    "skip_special_tokens",
+    "max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "sampling_seed", "seed_offset", "n",
+    "stream_interval", "skip_special_tokens",
 )  # fmt: skip
 OFF_FIELDS: Json = {"logprob_start_len": -1, "top_logprobs_num": 0, "return_text_in_logprobs": False, "log_metrics": True}
 OFF_SAMPLING: Json = {
@@ -70,7 +70,9 @@ def parse_generate(body: Any, limits: Limits, sink: Any) -> Call:
     if total > MAX_BATCH:
         raise BadRequest(f"one call may ask for {MAX_BATCH} responses, not {total}: send several calls")
     rids = _rids(body.get("rid"), counts)
-    stream = _flag(body, "stream")
+    stream, is_incremental = _flag(body, "stream"), _flag(body, "incremental")
+    if is_incremental and not stream:
+        raise BadRequest("incremental is true, but without a stream there is one answer only: set stream to true")
     members: list[sequences.Sequence] = []
     known: _Known = (None, {})
     for prompt, params, count in zip(prompts, settings, counts, strict=True):
@@ -80,7 +82,7 @@ def parse_generate(body: Any, limits: Limits, sink: Any) -> Call:
             known = (alike, _shared_sampling(params, len(prompt), limits, stream=stream))
         for sample in range(count):
             index = len(members)
-            sampling = Sampling(seed=(seed + sample) % 2**64, **known[1])
+            sampling = Sampling(seed=(seed + sample) % 2**64, is_incremental=is_incremental, **known[1])
             members.append(sequences.Sequence(rid=rids[index], prompt=prompt, sampling=sampling, sink=sink, index=index))
     return Call(
         sequences=tuple(members),
@@ -168,6 +170,7 @@ def _shared_sampling(params: Json, prompt_tokens: int, limits: Limits, *, stream
     if top_p == 0:
         raise BadRequest("top_p must lie in (0, 1], not 0")
     interval = _number(params, "stream_interval", int, 1, low=1)
+    offset = _number(params, "seed_offset", int, 0, low=0, high=prompt_tokens - 1)
     return {
         "max_new_tokens": max_new,
         "temperature": _number(params, "temperature", float, 1.0, low=0),
@@ -175,6 +178,7 @@ def _shared_sampling(params: Json, prompt_tokens: int, limits: Limits, *, stream
         "top_k": top_k,
         "stop_token_ids": tuple(dict.fromkeys([*([] if _flag(params, "ignore_eos") else limits.eos_token_ids), *stops])),
         "stream_interval": interval if stream else None,
+        "seed_offset": offset,
     }
 
 
@@ -229,19 +233,18 @@ def _flag(params: Json, name: str, default: bool = False) -> bool:
 
 
 def response_of(update: Update, call: Call, decode: Callable[[Sequence[int], bool], str] | None) -> Json:
-    """One response object; `weight_versions` and the finish reason stand in it once the sequence is done."""
+    """One response object. An incremental one holds the last of `completion_tokens`; `weight_versions` count from the first."""
     ids: list[int] = update.token_ids.tolist()
     version, spans = _spans(update)
     meta: Json = {
         "id": update.sequence.rid,
         "finish_reason": _finish_reason(update),
         "prompt_tokens": len(update.sequence.prompt),
-        "completion_tokens": len(ids),
+        "completion_tokens": update.num_tokens,
         "cached_tokens": update.sequence.cached_tokens,
         "weight_version": version,
+        "weight_versions": spans,
     }
-    if update.finish is not None:
-        meta["weight_versions"] = spans
     if call.return_logprob:
         meta["output_token_logprobs"] = [
             [log_prob, token, None] for log_prob, token in zip(update.log_probs.tolist(), ids, strict=True)
@@ -257,7 +260,7 @@ def _finish_reason(update: Update) -> Json | None:
     if finish is None:
         return None
     if finish.kind == "length":
-        return {"type": "length", "length": len(update.token_ids)}
+        return {"type": "length", "length": update.num_tokens}
     if finish.kind == "stop":
         return {"type": "stop", "matched": finish.matched}
     return {"type": "abort", "message": finish.message}
@@ -265,7 +268,7 @@ def _finish_reason(update: Update) -> Json | None:
 
 def _spans(update: Update) -> tuple[str, list[Json]]:
     """The version at the end, and [start, end) of each version over the output tokens; empty spans are left out."""
-    ends = [start for _, start in update.spans[1:]] + [len(update.token_ids)]
+    ends = [start for _, start in update.spans[1:]] + [update.num_tokens]
     spans = [
         {"version": version, "start": start, "end": end}
         for (version, start), end in zip(update.spans, ends, strict=True)
