@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from ray.exceptions import RayActorError, RayError
 
 from asyncrl.cluster import sweep
 from asyncrl.cluster.host import ServiceHost, prepare_builtin_model
+from asyncrl.cluster.janitor import MARK, Janitor, kill_marked
 from asyncrl.cluster.spec import RunSpec
 from asyncrl.data.builtin import BUILTIN_PREFIX
 from asyncrl.errors import RunError
@@ -30,6 +32,7 @@ from asyncrl.services.supervisor import Life, Row, RowFailed, rows_of
 log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 60.0  # Ray's own start takes 4 s, or 30 on a machine that is busy
+LEAVE_SECONDS = 20.0  # a healthy Ray ends in 1 s
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's smallest; no sample passes through it
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
@@ -44,6 +47,8 @@ class RayRuntime:
         self._processes: dict[str, psutil.Process] = {}  # those of this host
         self._placed = 0
         self._temp_dir: str | None = None
+        self._environment = {**WORKER_ENVIRONMENT, MARK: spec.run_id}
+        self._janitor: Janitor | None = None
         self._opening: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
@@ -59,11 +64,14 @@ class RayRuntime:
         if ray.is_initialized():
             raise RunError("this process already has a Ray connection: one run at a time per process; call ray.shutdown() first")
         if address is not None:
+            self._janitor = Janitor(self._spec.run_id, files=sweep.shared_memory_of(self._spec.run_id))
             self._join(address)
             return
         self._temp_dir = tempfile.mkdtemp(prefix="asyncrl-ray-", dir="/tmp")  # short: unix sockets below it have 107 characters
-        inherited = {name: os.environ.get(name) for name in WORKER_ENVIRONMENT}
-        os.environ.update(WORKER_ENVIRONMENT)
+        files = sweep.shared_memory_of(self._spec.run_id)
+        self._janitor = Janitor(self._spec.run_id, files=files, folders=[self._temp_dir])
+        inherited = {name: os.environ.get(name) for name in self._environment}
+        os.environ.update(self._environment)
         try:
             ray.init(
                 address="local",
@@ -73,6 +81,11 @@ class RayRuntime:
                 _temp_dir=self._temp_dir,
                 **quiet,
             )
+        except Exception as error:  # boundary to Ray, whose start raises errors of no common kind
+            raise RunError(
+                f"Ray did not start on this machine ({_first_line(error)}): see that it is not busy with something else, that "
+                "/tmp and /dev/shm have room, and launch again"
+            ) from error
         finally:
             _restore_environment(inherited)
 
@@ -81,7 +94,7 @@ class RayRuntime:
             ray.init(
                 address=address,
                 namespace=self._spec.run_id,
-                runtime_env={"env_vars": WORKER_ENVIRONMENT},
+                runtime_env={"env_vars": self._environment},
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
@@ -163,14 +176,30 @@ class RayRuntime:
 
     def _close(self) -> None:
         if ray.is_initialized():
-            for name in self._actors:
-                ray.kill(self._actors[name], no_restart=True)
-            ray.shutdown()
+            leaving = threading.Thread(target=self._leave_ray, name="leave-ray", daemon=True)
+            leaving.start()
+            leaving.join(LEAVE_SECONDS)
+            if leaving.is_alive():
+                log.warning("Ray did not end within %.0f s: its processes are killed", LEAVE_SECONDS)
+                self._kill_marked()
+                leaving.join(LEAVE_SECONDS)
         sweep.kill_with_children(self._processes.values())
+        self._kill_marked()
         for name in sweep.remove_shared_memory(self._spec.run_id):
             log.info("removed shared memory %s", name)
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+        if self._janitor is not None:
+            self._janitor.dismiss()
+
+    def _kill_marked(self) -> None:
+        kill_marked(self._spec.run_id, [self._temp_dir] if self._temp_dir is not None else [])
+
+    def _leave_ray(self) -> None:
+        """Returns late, or never, where Ray's own processes are gone or hang."""
+        for actor in self._actors.values():
+            ray.kill(actor, no_restart=True)
+        ray.shutdown()
 
 
 def _keep_ray_off_the_terminal() -> None:

@@ -12,6 +12,11 @@ from asyncrl.weight_sync.slots import SHARED_MEMORY, run_prefix
 log = logging.getLogger(__name__)
 
 
+def shared_memory_of(run_id: str) -> str:
+    """The path with which those of the run's files in shared memory begin."""
+    return str(SHARED_MEMORY / run_prefix(run_id))
+
+
 def remove_shared_memory(run_id: str) -> list[str]:
     """Names of the files that were still there."""
     removed = []
