@@ -14,7 +14,9 @@ from typing import Any
 from asyncrl.config.facts import Facts
 from asyncrl.config.load import LoadedConfig, load_config, load_mapping
 from asyncrl.config.paths import not_importable
+from asyncrl.config.problems import show
 from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError, Problem
 from asyncrl.pipeline.run import Run
 from asyncrl.pipeline.run_dir import claim_run_dir
 
@@ -56,8 +58,8 @@ class Pipeline:
         **sections: Any,
     ):
         rewards, reward_section = _reward_section(reward)
-        data = dict(sections.pop("data", {}))
-        rollout = dict(sections.pop("rollout", {}))
+        data, rollout = _section("data", sections), _section("rollout", sections)
+        prompts, eval_prompts = _rows("prompts", prompts), _rows("eval_prompts", eval_prompts)
         train, eval_rows = _is_object(prompts), _is_object(eval_prompts)
         if prompts is not None:
             data["train"] = _name_of(prompts)
@@ -131,6 +133,24 @@ def _reward_section(reward: Any) -> tuple[dict[int, Callable[..., Any]], Any]:
             fields["function"] = _name_of(fields["function"])
         functions.append(fields)
     return objects, {**section, "functions": functions}
+
+
+def _section(name: str, sections: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a section that other arguments add to. Raises ConfigError where it is none."""
+    given = sections.pop(name, {})
+    if not isinstance(given, Mapping):
+        raise ConfigError([Problem(name, f"{name} is {show(given)}, but must be a mapping: write {name}={{…}}")])
+    return dict(given)
+
+
+def _rows(name: str, given: Any) -> Any:
+    """Rows as a list (of any collection: a tuple, a Hugging Face dataset); a function and a name as they are."""
+    if given is None or callable(given) or isinstance(given, str | list):
+        return given
+    if isinstance(given, Mapping) or hasattr(given, "iterrows") or not (hasattr(given, "__len__") and hasattr(given, "__iter__")):
+        fix = "give a list of rows (for a data frame: frame.to_dict('records')), a function that yields rows, or a file's path"
+        raise ConfigError([Problem(name, f"{name} is {show(given)}, which is no list of rows: {fix}")])
+    return list(given)
 
 
 def _is_object(value: Any) -> bool:
