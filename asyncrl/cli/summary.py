@@ -21,7 +21,7 @@ def summary_text(summary: Mapping[str, Any]) -> str:
 def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     return [
         ("reward", _change(summary["reward"], "mean of the first and of the last steps")),
-        ("evaluation", _change(summary["eval"], "on prompts it never trained on")),
+        ("evaluation", _change(summary["eval"], "the first and the last one, on data.eval")),
         ("staleness", _staleness(summary["staleness"])),
         ("responses", _responses(summary)),
         ("groups", _groups(summary["samples"])),

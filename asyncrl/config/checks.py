@@ -44,6 +44,8 @@ def advice(config: Config, facts: Facts) -> list[str]:
             f"data.train has {rows} rows, visited {epochs} times (data.epochs): the data ends before {training.steps} steps of "
             f"{training.groups_per_step} groups, and the run ends with it"
         )
+    if config.data.eval == config.data.train and not config.data.train.startswith(("builtin/", "<")):
+        said.append("data.eval is data.train: evaluations will be on prompts that were trained on")
     if rollout.max_concurrent < rollout.group_size:
         said.append(f"rollout.max_concurrent is {rollout.max_concurrent}, less than one group of {rollout.group_size}")
     processes = training.ranks + config.inference.servers

@@ -124,6 +124,13 @@ def test_advice_names_steps_that_are_never_published_and_data_that_ends_early() 
     assert "less than one group of 8" in said
 
 
+def test_advice_names_an_evaluation_on_the_training_data() -> None:
+    same = load_mapping(MINIMAL, ["data.train=rows.jsonl", "data.eval=rows.jsonl"]).config
+    assert any("data.eval is data.train" in note for note in advice(same, FACTS))
+    built_in = load_mapping(MINIMAL, ["data.eval=builtin/arithmetic"]).config  # its two halves do not overlap
+    assert advice(built_in, FACTS) == []
+
+
 def test_the_plan_names_the_processes_of_status_in_its_order() -> None:
     from asyncrl.services.supervisor.runtime import rows_of
 
