@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -14,6 +13,7 @@ import torch
 from asyncrl.engines.embedded import EmbeddedServer, EngineOptions
 from asyncrl.protocols import PolicyVersion
 from tests.models import tiny_model
+from tests.waiting import until
 
 PROMPT = [4, 13, 5, 17]
 
@@ -52,13 +52,6 @@ class Client:
             events = (await response.text()).strip().split("\n\n")
         assert events[-1] == "data: [DONE]"
         return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Look again each time the event loop comes round, for at most 10 s."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - the condition is another thread's state, which tells nobody
-            await asyncio.sleep(0)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from asyncrl.messages import GroupId
 from asyncrl.protocols import Dispatch, End, LiveGroup, PromptCursor, StepRecord
 from asyncrl.services.ledger_client import RpcLedgerClient, ledger_handlers
 from asyncrl.transport.rpc import RpcClient, RpcServer
+from tests.waiting import until
 
 CURSOR = PromptCursor(0, 9, None, 7, False)
 
@@ -49,12 +50,6 @@ async def ledger(request, tmp_path):
         yield local, local
     local.close()
     assert read_samples(tmp_path) == local.samples()
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 (another task's doing, or a file's)
-            await asyncio.sleep(0.002)
 
 
 async def queued(client, local, *rows):

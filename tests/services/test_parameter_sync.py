@@ -14,7 +14,8 @@ from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSe
 from asyncrl.simulation.weights import SimulatedSync
 from asyncrl.weight_sync.receiver import WeightReceiver
 from tests.services.weight_fleets import NAME, RealFace
-from tests.weight_sync.stand_in import StandInTarget, a_model, until
+from tests.waiting import until
+from tests.weight_sync.stand_in import StandInTarget, a_model
 
 A, B = "inference/0", "inference/1"
 QUICK = SyncSettings(heartbeat_seconds=0.02, silence_seconds=0.2, timeout_seconds=5.0)

@@ -11,7 +11,8 @@ import pytest
 from asyncrl.services.parameter_sync.service import SyncSettings
 from asyncrl.weight_sync.receiver import WeightReceiver
 from tests.services.weight_fleets import RealFace
-from tests.weight_sync.stand_in import StandInTarget, a_model, until
+from tests.waiting import until
+from tests.weight_sync.stand_in import StandInTarget, a_model
 
 SETTINGS = SyncSettings(heartbeat_seconds=0.02, silence_seconds=0.3, timeout_seconds=0.5, bucket_bytes=600)
 VERSIONS = 30

@@ -20,6 +20,7 @@ from asyncrl.services.reward import FrontParts, RewardFront, RewardWorker
 from asyncrl.tracking.memory import MemoryTracker
 from asyncrl.transport.rpc import RpcClient
 from tests.messages.samples import trajectory
+from tests.waiting import until
 
 FILE = Path(__file__).parents[1] / "rewards" / "user_functions.py"
 SYNC, ASYNC = f"{FILE}:by_text", f"{FILE}:by_text_async"
@@ -131,12 +132,6 @@ def group(row, *responses, ground_truth="yes"):
     size = len(responses)
     whole = [trajectory(row, member, num_tokens=2, group_size=size) for member in range(size)]
     return [dataclasses.replace(t, response=r, ground_truth=ground_truth) for t, r in zip(whole, responses, strict=True)]
-
-
-async def until(condition, seconds=20.0):
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  (conditions of other tasks, of several kinds)
-            await asyncio.sleep(0.01)
 
 
 async def test_groups_are_scored_and_sent_in_spite_of_interleaving():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 from asyncrl.clock import SystemClock
 from asyncrl.transport.broker import Broker
 from asyncrl.transport.client import QueueReceiver, QueueSender
@@ -69,10 +66,3 @@ def topic(
     name: str = "rollouts", *, items: int = 64, size: int = 10**7, producers: tuple[str, ...] = ("rollouter",)
 ) -> TopicSpec:
     return TopicSpec(name, items, size, producers)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for a condition; the test fails when it does not come true."""
-    async with asyncio.timeout(TIMEOUT):
-        while not holds():  # noqa: ASYNC110 (the condition lies in other objects, without an event)
-            await asyncio.sleep(0.002)

@@ -21,7 +21,8 @@ from asyncrl.transport.exchange import Exchange, NoHooks
 from asyncrl.transport.loop_socket import LoopSocket
 from asyncrl.transport.wire import read_from_broker, read_from_client, write_frames
 from tests.messages.samples import plain_values, trajectory
-from tests.transport.queues import TIMEOUT, topic, until
+from tests.transport.queues import TIMEOUT, topic
+from tests.waiting import until
 
 
 class Site:

@@ -12,7 +12,8 @@ from asyncrl.messages import GroupId, ScoredGroup, Trajectory
 from asyncrl.transport.envelopes import pack
 from asyncrl.transport.exchange import NoHooks
 from tests.messages.samples import scored_group, trajectory
-from tests.transport.queues import TIMEOUT, QueueUnderTest, topic, until
+from tests.transport.queues import TIMEOUT, QueueUnderTest, topic
+from tests.waiting import until
 
 
 @pytest.fixture(params=["socket", "local"])

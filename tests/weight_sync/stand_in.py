@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import itertools
 import os
 import threading
-import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -58,17 +55,6 @@ def a_model(seed: int = 0, dtype: torch.dtype = torch.float32, rows: int = 50) -
     generator = torch.Generator().manual_seed(seed)
     shapes = {"embed.weight": (rows, 8), "layer.weight": (8, 8), "layer.bias": (8,), "norm.weight": (8,), "scale": ()}
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-
-
-async def until(holds: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Wait until `holds` (a function or a coroutine function) says so."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        answer = holds()
-        if await answer if inspect.isawaitable(answer) else answer:
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("waited in vain")
 
 
 class StagedModel:

@@ -13,7 +13,8 @@ from asyncrl.protocols.weights import PolicyVersion
 from asyncrl.weight_sync.channel import Progress, ReceiverChannel
 from asyncrl.weight_sync.receiver import WeightReceiver
 from asyncrl.weight_sync.wire import pack, unpack
-from tests.weight_sync.stand_in import StagedModel, StandInTarget, a_model, until
+from tests.waiting import until
+from tests.weight_sync.stand_in import StagedModel, StandInTarget, a_model
 
 CARRIERS = ["shared_memory", "zeromq"]
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
