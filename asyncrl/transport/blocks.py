@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
+import zmq
+
 from asyncrl.errors import MalformedFrame, OversizedFrame, TruncatedFrame
 
 BLOCK_BYTES = 128 * 1024  # most of a block of several payloads
 WHOLE_BYTES = 32 * 1024  # a block as large goes on as it came; smaller ones are gathered
 
-Payload = bytes | memoryview  # a memoryview of bytes
+Block = bytes | zmq.Frame
+Payload = bytes | memoryview  # a memoryview of a block
 Sizes = list[list[int]]  # bytes of the payloads, block by block
 
 
@@ -25,7 +28,7 @@ class Blocks(NamedTuple):
     """Payloads in order, ready to be sent."""
 
     sizes: Sizes
-    frames: list[Payload]
+    frames: list[Block | Payload]
 
 
 def gathered(payloads: Sequence[Payload]) -> Blocks:
@@ -55,7 +58,7 @@ def forwarded(payloads: Sequence[Payload]) -> Blocks:
     return blocks
 
 
-def cut(sizes: Sizes, frames: Sequence[bytes]) -> list[memoryview]:
+def cut(sizes: Sizes, frames: Sequence[Block]) -> list[memoryview]:
     """The payloads of these blocks, views of them. Raises a FrameError when sizes and frames do not belong together."""
     if len(sizes) != len(frames):
         raise MalformedFrame(f"sizes of {len(sizes)} blocks are listed, {len(frames)} came")
@@ -65,15 +68,15 @@ def cut(sizes: Sizes, frames: Sequence[bytes]) -> list[memoryview]:
             raise TruncatedFrame(f"a block of {sum(of_block)} bytes is announced, {len(frame)} came")
         if len(frame) > BLOCK_BYTES and len(of_block) > 1:
             raise OversizedFrame(f"a block of several payloads has at most {BLOCK_BYTES} bytes, found {len(frame)}")
-        view = memoryview(frame)
+        view = frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
         payloads += [view[end - size : end] for size, end in zip(of_block, accumulate(of_block), strict=True)]
     return payloads
 
 
-def _block(payload: Payload) -> bytes:
+def _block(payload: Payload) -> Block:
     """The frame that holds it."""
     block = payload.obj if type(payload) is memoryview else payload
-    assert type(block) is bytes, "a payload is bytes, or a view of the bytes that came"
+    assert isinstance(block, (bytes, zmq.Frame)), "a payload is bytes, or a view of the frame in which it came"
     return block
 
 

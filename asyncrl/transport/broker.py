@@ -21,6 +21,7 @@ import zmq
 
 from asyncrl.clock import Clock
 from asyncrl.errors import FrameError, MalformedFrame, OversizedFrame, TransportError
+from asyncrl.transport.allocator import keep_freed_memory
 from asyncrl.transport.blocks import Blocks, forwarded
 from asyncrl.transport.exchange import Exchange
 from asyncrl.transport.loop_socket import Frames, LoopSocket, bind_socket, open_socket
@@ -79,7 +80,8 @@ class Broker:
             socket.close()
             raise
         self._failed = asyncio.get_running_loop().create_future()
-        self._socket = LoopSocket(socket, self._on_batch)
+        keep_freed_memory()
+        self._socket = LoopSocket(socket, self._on_batch, copied_parts=2)  # a peer's id and what it says; then come blocks
         self.exchange.wake = self.poke
         self._expire_later()
         return address

@@ -8,14 +8,17 @@ what a peer may have on its way is bounded by the protocol above.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import zmq
 
 PORTS = range(20_000, 32_000)  # outside the ranges from which systems draw ports for outgoing connections
 READ_BATCH = 512  # multiparts taken at one wake-up before other callbacks get their turn
 
-Frames = list[bytes]
+Part = bytes | memoryview | zmq.Frame
+Frames = list[Any]  # of bytes, and zmq.Frame where that was asked for
 _LAST = int(zmq.NOBLOCK)  # plain ints: combining the enum's members costs more than a send
 _MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 _EVENTS, _READABLE, _HAS_MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
@@ -56,11 +59,13 @@ def bound_address(socket: zmq.Socket[bytes]) -> str:
 
 
 class LoopSocket:
-    """Owns `socket` from here on. `on_batch` is called on the loop with the multiparts that waited, in order."""
+    """Owns `socket` from here on. `on_batch` is called on the loop with the multiparts that waited, in order. Their parts from
+    number `copied_parts` on are `zmq.Frame`s, which own ZeroMQ's memory and can be sent on without a copy."""
 
-    def __init__(self, socket: zmq.Socket[bytes], on_batch: Callable[[list[Frames]], None]):
+    def __init__(self, socket: zmq.Socket[bytes], on_batch: Callable[[list[Frames]], None], *, copied_parts: int = sys.maxsize):
         self._socket = socket
         self._on_batch = on_batch
+        self._copied_parts = copied_parts
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._next_read: asyncio.Handle | None = None
@@ -69,12 +74,12 @@ class LoopSocket:
         self._loop.add_reader(self._descriptor, self._read)
         self._look_again()
 
-    def send(self, frames: Sequence[bytes | memoryview]) -> None:
+    def send(self, frames: Sequence[Part]) -> None:
         """Hand a multipart to ZeroMQ; never blocks. To a peer that is gone, a ROUTER's message is dropped."""
         assert not self.closed, "send on a closed socket"
         for frame in frames[:-1]:
-            self._socket.send(frame, _MORE)
-        self._socket.send(frames[-1], _LAST)
+            self._socket.send(frame, _MORE, type(frame) is not zmq.Frame)
+        self._socket.send(frames[-1], _LAST, type(frames[-1]) is not zmq.Frame)
         if not self._reading:
             self._look_again()
 
@@ -95,9 +100,9 @@ class LoopSocket:
         batch: list[Frames] = []
         try:
             while len(batch) < READ_BATCH and self._is_readable():
-                frames = [self._socket.recv(_LAST)]
+                frames: Frames = [self._socket.recv(_LAST)]
                 while self._socket.getsockopt(_HAS_MORE):
-                    frames.append(self._socket.recv(_LAST))
+                    frames.append(self._socket.recv(_LAST, len(frames) < self._copied_parts))
                 batch.append(frames)
         except zmq.Again:  # the event was not a whole message
             pass

@@ -32,7 +32,7 @@ from typing import Any
 import msgpack
 
 from asyncrl.errors import MalformedFrame, OversizedFrame, TruncatedFrame, UnknownTag
-from asyncrl.transport.blocks import Blocks, Payload, cut
+from asyncrl.transport.blocks import Block, Blocks, Payload, cut
 
 MAX_BODY_BYTES = 64 * 10**6
 MAX_ID_CHARACTERS = 256
@@ -67,7 +67,7 @@ _FROM_BROKER: dict[str, tuple[str, ...]] = {
 _CARRY_PAYLOADS = frozenset(("write", "deliver"))  # their last fields: message ids, …, sizes
 
 
-def write_frames(body: Sequence[Any], blocks: Blocks | None = None) -> list[Payload]:
+def write_frames(body: Sequence[Any], blocks: Blocks | None = None) -> list[Block | Payload]:
     """The frames of [kind, …] and, for a kind that carries payloads, their blocks; the sizes are added to the body."""
     if blocks is None:
         return [_pack(body)]
