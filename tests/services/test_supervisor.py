@@ -14,6 +14,7 @@ import pytest
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import load_mapping
 from asyncrl.config.schema import Config
+from asyncrl.errors import MalformedFrame
 from asyncrl.ledger.states import Attempts
 from asyncrl.ledger.store import FILE_NAME, LedgerWriter
 from asyncrl.messages import GroupId
@@ -100,9 +101,10 @@ class FakeMetrics:
     mlflow_run_id = None
 
     def __init__(self, broken: bool = False):
-        self.broken = broken
+        self.broken, self.logged = broken, []
 
-    def log(self, axis, step, metrics) -> None: ...
+    def log(self, axis, step, metrics) -> None:
+        self.logged.append((axis, step, metrics))
 
     def state(self, text: str) -> None:
         if self.broken:
@@ -343,3 +345,16 @@ async def test_a_service_that_raises_is_not_started_again(config, tmp_path):
     assert summary["status"] == "failed"
     assert "no reward worker" in summary["error"]
     assert not lives_after_the_first(runtime)
+
+
+@pytest.mark.parametrize(
+    "record", [["x", 1, {"a": "b"}], ["x", 1, {1: 2.0}], ["x", "1", {"a": 1.0}], ["x", 1], 7, ["x", 1, {"a": None}], ["x", 1, []]]
+)
+def test_metrics_that_are_none_are_refused_whole(config, tmp_path, record):
+    metrics = FakeMetrics()
+    supervisor = supervisor_of(config, tmp_path, FakeRuntime({}), metrics)
+    with pytest.raises(MalformedFrame, match="found"):
+        supervisor.track([["trainer", 1, {"step": 1.0}], record])
+    assert metrics.logged == []
+    supervisor.track([["trainer", 1, {"step": 1.0, "lr": float("nan")}]])
+    assert len(metrics.logged) == 1

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from asyncrl import logs
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncrlError, Interrupted, LedgerError, RunError, ServiceDied
+from asyncrl.errors import AsyncrlError, Interrupted, LedgerError, MalformedFrame, RunError, ServiceDied
 from asyncrl.ledger.store import FILE_NAME, read_ledger, replay, samples
 from asyncrl.services.supervisor.lives import Lives
 from asyncrl.services.supervisor.runtime import Resume, RowFailed, Runtime
@@ -215,7 +215,11 @@ class Supervisor:
         self._stop.set()
 
     def track(self, batch: Sequence[Sequence[Any]]) -> None:
-        """Metrics from the services: (axis, step, {name: value}) each."""
+        """Metrics from the services: (axis, step, {name: value}) each. Raises MalformedFrame, and nothing of the batch counts,
+        where one is something else: figures that no store takes would cost that store all later ones."""
+        for record in batch:
+            if not _is_record(record):
+                raise MalformedFrame(f"metrics are [axis, step, {{name: number}}], found {record!r:.80}")
         for axis, step, metrics in batch:
             self._latest.update(metrics)
             if axis == "trainer":
@@ -254,3 +258,10 @@ class Supervisor:
         aside = self.run_dir / f".{name}.new"
         aside.write_text(json.dumps(value, indent=2) + "\n")
         aside.replace(self.run_dir / name)
+
+
+def _is_record(record: Any) -> bool:
+    match record:
+        case [str(), int(), {**metrics}]:
+            return all(type(name) is str and type(value) in (int, float) for name, value in metrics.items())
+    return False
