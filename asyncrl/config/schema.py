@@ -120,7 +120,12 @@ class RolloutConfig(Section):
     generation_retries: Whole = Field(
         2, ge=0, description="How often a failed generation is tried again before the member is recorded as failed."
     )
-    request_timeout_seconds: float = Field(300.0, gt=0, description="Deadline of one generation.")
+    request_timeout_seconds: float = Field(
+        300.0, gt=0, description="Deadline of one generation, the wait for a server that takes traffic included."
+    )
+    quarantine_after: Whole = Field(
+        3, ge=0, description="A prompt of which this many attempts in a row failed is not generated any more; 0 always tries again."
+    )
 
 
 class InferenceConfig(Section):
@@ -153,6 +158,9 @@ class RewardConfig(Section):
         10.0, gt=0, description="Time limit of one call; past it the sample failed, and the worker is free again."
     )
     min_scored: Whole = Field(2, ge=1, description="A group with fewer scored members than this failed.")
+    max_worker_deaths: Whole = Field(
+        2, ge=1, description="A sample that this many workers died with is a failed sample; until then it is handed out again."
+    )
 
 
 class QueueConfig(Section):

@@ -81,7 +81,8 @@ class StreamSource:
 
     Each epoch calls `rows()` afresh, and so does a resumed run, which skips what was given; the function must therefore yield
     the same rows on every call. Row n is the n-th one yielded. `num_rows` is None until the first epoch has ended. Memory: the
-    last `KEPT_ROWS` rows; `row` reads older ones again from the start.
+    last `KEPT_ROWS` rows, also of those that a resumed run skips; to find an older one `row` calls the function again and replays
+    it up to that row, which takes as long as the function takes to get there.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class StreamSource:
         self._epoch, self._position = (cursor.epoch, cursor.position) if cursor else (0, 0)
         self._num_rows = cursor.num_rows if cursor else None
         self._kept: OrderedDict[int, Prompt] = OrderedDict()
-        self._iterator = self._read_from(self._position)
+        self._iterator = self._read_from(max(0, self._position - KEPT_ROWS))
+        self._skips = min(self._position, KEPT_ROWS)  # rows that were given before, and are kept for `row`
         self._ahead = self._read() if cursor is None else None
         if cursor is None and self._ahead is None:
             raise UserError(f"{key} yields no row: a run needs at least one prompt")
@@ -108,6 +110,7 @@ class StreamSource:
         return self._num_rows
 
     def next(self) -> tuple[int, Prompt] | None:
+        self._skip()
         prompt, self._ahead = self._ahead or self._read(), None
         if prompt is None:
             if self._num_rows is None:
@@ -124,15 +127,13 @@ class StreamSource:
         if self._num_rows is not None and self._position >= self._num_rows:
             raise self._changed(f"more than the {self._num_rows} rows of the first epoch")
         self._position += 1
-        self._kept[prompt.row] = prompt
-        self._kept.move_to_end(prompt.row)
-        if len(self._kept) > KEPT_ROWS:
-            self._kept.popitem(last=False)
+        self._keep(prompt)
         return self._epoch, prompt
 
     def row(self, row: int) -> Prompt:
         if row < 0 or row >= (self._num_rows if self._num_rows is not None else self._position):
             raise KeyError(f"row {row} was not given")
+        self._skip()
         if row not in self._kept:
             found = next(self._read_from(row), None)
             if found is None:
@@ -142,6 +143,21 @@ class StreamSource:
 
     def cursor(self) -> PromptCursor:
         return PromptCursor(self._epoch, self._position, self._num_rows, self._seed, shuffle=False)
+
+    def _skip(self) -> None:
+        """Pass over the rows that were given before this source was made, once. Raises UserError when they are not there."""
+        while self._skips:
+            self._skips -= 1
+            prompt = self._read()
+            if prompt is None:
+                raise self._changed(f"fewer than the {self._position} rows that were taken from it before")
+            self._keep(prompt)
+
+    def _keep(self, prompt: Prompt) -> None:
+        self._kept[prompt.row] = prompt
+        self._kept.move_to_end(prompt.row)
+        if len(self._kept) > KEPT_ROWS:
+            self._kept.popitem(last=False)
 
     def _read(self) -> Prompt | None:
         return next(self._iterator, None)

@@ -82,6 +82,33 @@ def test_a_stream_resumes_by_skipping_what_was_given():
     assert draw(StreamSource(counting(), seed=0, cursor=source.cursor()), 2) == [(0, 7), (0, 8)]
 
 
+@pytest.mark.parametrize("epochs_given", [0, 1])
+def test_a_resumed_source_finds_every_row_that_was_given_before(epochs_given):
+    given = 5 * epochs_given + 3
+    for make in (lambda cursor: StreamSource(counting(5), seed=0, cursor=cursor), lambda cursor: table(5, cursor=cursor)):
+        source = make(None)
+        rows = [row for _, row in draw(source, given)]
+        resumed = make(source.cursor())
+        assert {row: resumed.row(row).prompt for row in rows} == {row: f"row {row}" for row in rows}
+        assert draw(resumed, 7) == draw(source, 7)
+
+
+def test_a_resumed_stream_keeps_the_rows_that_it_skips():
+    calls = []
+
+    def rows():
+        calls.append(None)
+        return counting()()
+
+    source = StreamSource(rows, seed=0)
+    draw(source, KEPT_ROWS + 10)
+    resumed = StreamSource(rows, seed=0, cursor=source.cursor())
+    assert [resumed.row(row).row for row in (10, 500, KEPT_ROWS + 9)] == [10, 500, KEPT_ROWS + 9]
+    assert len(calls) == 2
+    assert resumed.row(9).row == 9  # older: replayed
+    assert len(calls) == 3
+
+
 def test_a_resumed_stream_that_is_shorter_now_is_refused():
     source = StreamSource(counting(5), seed=0, epochs=3)
     draw(source, 7)
