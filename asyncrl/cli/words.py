@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def visible(text: str) -> str:
+    """Text that a model wrote, safe to print: control characters (an escape can repaint the terminal) and half characters become
+    their Python escapes; line breaks and tabs stay."""
+    return "".join(
+        character if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs") else ascii(character)[1:-1]
+        for character in text
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
