@@ -43,10 +43,10 @@ def launch(
     overrides: Overrides = None,
     run_dir: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--run-dir", metavar="DIR", help="A new or empty folder for the run; default runs/<name>-<time>."),
+        typer.Option("--run-dir", metavar="DIR", help="The run's folder; default runs/<name>-<time>."),
     ] = None,
     resume: Annotated[
-        str, typer.Option("--resume", metavar="auto|never|DIR", help="What to do with an earlier run's checkpoints.")
+        str, typer.Option("--resume", metavar="auto|never|DIR", help="Whether a run in --run-dir goes on, or the run in DIR.")
     ] = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would start, and start nothing.")] = False,
     json: AsJson = False,

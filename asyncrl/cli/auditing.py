@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.cli.boundary import EXIT_FAILED
-from asyncrl.cli.run_folder import RunFolder
 from asyncrl.cli.words import print_json
 from asyncrl.errors import LedgerCorrupt, LedgerError, TransportError, UserError
+from asyncrl.pipeline.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from asyncrl.services.live_witness import RpcLiveWitness

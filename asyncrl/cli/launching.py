@@ -13,12 +13,12 @@ from typing import Any
 
 from asyncrl.cli.boundary import EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.cli.checking import plan_of, plan_text
-from asyncrl.cli.run_folder import RunFolder
 from asyncrl.cli.summary import summary_text
 from asyncrl.cli.words import print_json
-from asyncrl.errors import UserError
 from asyncrl.pipeline import Pipeline, Run
+from asyncrl.pipeline.resuming import folder_to_resume
 from asyncrl.pipeline.run_dir import check_run_dir
+from asyncrl.pipeline.run_folder import RunFolder
 from asyncrl.tracking.spool import FILE_NAME as SPOOL
 from asyncrl.tracking.store import ui_command
 
@@ -28,10 +28,9 @@ EXIT_CODES = {"finished": 0, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUP
 
 def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume: str, dry_run: bool, as_json: bool) -> int:
     """Run the pipeline and return the exit code. Raises UserError for what is refused before anything starts."""
-    if resume not in ("auto", "never"):
-        raise UserError(f"--resume is {resume}, but checkpoints to resume from are not built yet: leave --resume out")
     if dry_run:
-        check_run_dir(run_dir)
+        if folder_to_resume(resume, run_dir) is None:
+            check_run_dir(run_dir)
         plan = plan_of(file, overrides)
         if as_json:
             print_json(plan.to_mapping())
@@ -40,10 +39,10 @@ def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume
         return 0
     pipeline = Pipeline.from_yaml(file, overrides)
     with _ending_on_signals() as ending:
-        run = pipeline.launch(run_dir, progress=not as_json)
+        run = pipeline.launch(run_dir, resume=resume, progress=not as_json)
         ending.take(run)
         if not as_json:
-            print(f"run directory: {_short(run.run_dir)}", flush=True)
+            print(f"run directory: {_short(run.run_dir)}", *run.resumed, sep="\n", flush=True)
         summary = _wait(run, ending)
     if as_json:
         print_json({**summary, "run_dir": str(run.run_dir)})

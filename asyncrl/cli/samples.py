@@ -14,9 +14,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.run_folder import RunFolder
-from asyncrl.cli.words import print_json
+from asyncrl.cli.words import print_json, visible
 from asyncrl.errors import UserError
+from asyncrl.pipeline.run_folder import RunFolder
 
 TRAINERS_FILE, FRONTS_FILE = "samples.jsonl", "failed_samples.jsonl"
 STATES = ("trained", "failed")
@@ -52,7 +52,7 @@ def sample_text(sample: Mapping[str, Any]) -> str:
         figures.append(f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}")
     if sample.get("state") == "failed":
         figures.append(f"failed: {sample.get('reason')}")
-    lines = [f"── {', '.join(part for part in figures if part)}"]
+    lines = [visible(f"── {', '.join(part for part in figures if part)}")]
     for name, value in (("prompt", _said(sample.get("prompt"))), ("response", sample.get("response"))):
         lines.append(_indented(name, value))
     if sample.get("ground_truth") is not None:
@@ -90,5 +90,5 @@ def _said(value: Any) -> str:
 
 
 def _indented(name: str, value: Any) -> str:
-    text = textwrap.indent(str(value), " " * 10)
+    text = textwrap.indent(visible(str(value)), " " * 10)
     return f"{name.ljust(8)}  {text[10:]}"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.boundary import EXIT_FAILED
-from asyncrl.cli.run_folder import RunFolder
 from asyncrl.cli.words import at, number, print_json, seconds, table
 from asyncrl.errors import RunError, TransportError
+from asyncrl.pipeline.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -24,13 +24,12 @@ class UserObjects:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run. `incarnation` grows with each start of the trainer; `import_paths` go before the process's own, so that a user's
-    modules are found where the launcher found them."""
+    """One launch of a run. `import_paths` go before the process's own, so that a user's modules are found where the launcher
+    found them."""
 
     config: Mapping[str, Any]
     run_dir: str
     run_id: str
-    incarnation: int
     import_paths: tuple[str, ...]
     objects: UserObjects = field(default_factory=UserObjects)
 

@@ -91,10 +91,24 @@ class Pipeline:
         self.config: Config = loaded.config
         self.facts: Facts = preflight(loaded, self._parts)
 
-    def launch(self, run_dir: str | os.PathLike[str] | None = None, *, progress: bool | None = None) -> Run:
-        """Start the run and return at once. run_dir: a new or empty folder (default ``runs/<name>-<time>``). progress: show it in
-        the terminal (default: yes)."""
-        folder = claim_run_dir(run_dir, self.config)
+    def launch(
+        self,
+        run_dir: str | os.PathLike[str] | None = None,
+        *,
+        resume: str | os.PathLike[str] = "auto",
+        progress: bool | None = None,
+    ) -> Run:
+        """Start the run and return at once. run_dir: a new or empty folder (default ``runs/<name>-<time>``), or under `resume`
+        "auto" that of a run which then goes on. resume: "auto", "never" or the folder of a run. progress: show it in the terminal
+        (default: yes)."""
+        from asyncrl.pipeline.resuming import finished_summary, folder_to_resume, lock_new, take_over
+
+        earlier = folder_to_resume(os.fspath(resume), run_dir)
+        if earlier is not None and (summary := finished_summary(earlier, self.config)) is not None:
+            return Run.ended(earlier, summary)
+        resumed = take_over(earlier, self.config) if earlier is not None else None
+        folder = claim_run_dir(run_dir, self.config) if resumed is None else resumed.folder
+        lock = lock_new(folder) if resumed is None else resumed.lock
         from asyncrl.cluster.launch import make_supervisor
         from asyncrl.cluster.spec import RunSpec, UserObjects
 
@@ -102,18 +116,31 @@ class Pipeline:
             config=self.config.to_mapping(),
             run_dir=str(folder),
             run_id=uuid.uuid4().hex[:12],
-            incarnation=1,
             import_paths=tuple(dict.fromkeys([os.getcwd(), *(path for path in sys.path if path)])),
             objects=UserObjects(self._parts.rewards, self._parts.train, self._parts.eval, self._parts.agent),
         )
-        return Run(folder, lambda: make_supervisor(spec, show_progress=progress is not False))
+        return Run(
+            folder,
+            lambda: make_supervisor(
+                spec,
+                show_progress=progress is not False,
+                resume=resumed.resume if resumed is not None else None,
+                mlflow_run_id=resumed.mlflow_run_id if resumed is not None else None,
+            ),
+            lock=lock,
+            resumed=resumed.words() if resumed is not None else (),
+        )
 
 
 def launch(
-    path: str | os.PathLike[str], *, overrides: Sequence[str] = (), run_dir: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    *,
+    overrides: Sequence[str] = (),
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] = "auto",
 ) -> dict[str, Any]:
     """Launch a pipeline file and wait for its end: the summary."""
-    return Pipeline.from_yaml(path, overrides).launch(run_dir).wait()
+    return Pipeline.from_yaml(path, overrides).launch(run_dir, resume=resume).wait()
 
 
 def _reward_section(reward: Any) -> tuple[dict[int, Callable[..., Any]], Any]:

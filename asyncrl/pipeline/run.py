@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from asyncrl.errors import RunError
 
@@ -14,20 +15,50 @@ if TYPE_CHECKING:
     from asyncrl.services.supervisor import Supervisor
 
 
+@dataclass(frozen=True)
+class EndedRun:
+    """Stands for the supervisor of a run that needs none any more."""
+
+    summary: dict[str, Any]
+
+    async def supervise(self) -> dict[str, Any]:
+        return self.summary
+
+    def request_stop(self) -> None:
+        """There is nothing to stop."""
+
+    async def status(self) -> dict[str, Any]:
+        return {"state": "ended", **self.summary}
+
+
 class Run:
     """One launched run. Its methods may be called from any thread."""
 
-    def __init__(self, run_dir: Path, make_supervisor: Callable[[], Supervisor]):
-        self.run_dir = run_dir
+    def __init__(
+        self,
+        run_dir: Path,
+        make_supervisor: Callable[[], Supervisor | EndedRun],
+        *,
+        lock: IO[bytes] | None = None,
+        resumed: Sequence[str] = (),
+    ):
+        """lock: on the folder, let go at the end. resumed: lines for a person about a run that goes on."""
+        self.run_dir, self.resumed = run_dir, tuple(resumed)
+        self._lock = lock
         self._make_supervisor = make_supervisor
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._supervisor: Supervisor | None = None
+        self._supervisor: Supervisor | EndedRun | None = None
         self._summary: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._up = threading.Event()
         self._thread = threading.Thread(target=self._main, name="asyncrl-run", daemon=True)
         self._thread.start()
         self._up.wait()
+
+    @classmethod
+    def ended(cls, run_dir: Path, summary: dict[str, Any]) -> Run:
+        """A run that was finished before: nothing is started."""
+        return cls(run_dir, lambda: EndedRun(summary), resumed=("the run is finished already: this is its summary",))
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
         """The summary, once the run has ended. Raises TimeoutError after `timeout` seconds; Ctrl-C meanwhile stops the run, waits
@@ -75,6 +106,8 @@ class Run:
             self._error = error
         finally:
             self._up.set()
+            if self._lock is not None:
+                self._lock.close()
 
     async def _supervise(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -17,12 +17,17 @@ from asyncrl.errors import UserError
 A_RUNS_FILES = ("config.yaml", "run.json", "summary.json", "ledger.sqlite", "metrics.jsonl", "batches.jsonl")
 
 
+def holds_a_run(folder: Path) -> bool:
+    """Whether a run began there."""
+    return any((folder / name).exists() for name in A_RUNS_FILES)
+
+
 def check_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
     """Raises UserError for a folder that holds a run, or that cannot be made or written to. Makes nothing."""
     if run_dir is None:
         return
     folder = Path(run_dir).absolute()
-    if any((folder / name).exists() for name in A_RUNS_FILES):
+    if holds_a_run(folder):
         raise _holds_a_run(folder)
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
     if not nearest.is_dir():
@@ -61,4 +66,4 @@ def _claim(folder: Path, config: Config) -> bool:
 
 
 def _holds_a_run(folder: Path) -> UserError:
-    return UserError(f"--run-dir {folder} already holds a run: choose a new folder, or remove this one")
+    return UserError(f"--run-dir {folder} already holds a run: let it go on with --resume auto, or choose a new folder")

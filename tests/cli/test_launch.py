@@ -18,7 +18,7 @@ class FakeRun:
     """Ends by itself, or when it is asked to stop."""
 
     def __init__(self, run_dir: Path, ending: dict[str, Any], *, wait_for_stop: bool):
-        self.run_dir, self.ending = run_dir, ending
+        self.run_dir, self.ending, self.resumed = run_dir, ending, ()
         self.stopped = threading.Event()
         self.wait_for_stop = wait_for_stop
 
@@ -39,7 +39,7 @@ def fake_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def ends(*, wait_for_stop: bool = False, **changes: Any) -> list[FakeRun]:
         made: list[FakeRun] = []
 
-        def launch(self: Pipeline, run_dir: Path | None = None, *, progress: bool | None = None) -> FakeRun:
+        def launch(self: Pipeline, run_dir: Path | None = None, *, resume: str, progress: bool | None = None) -> FakeRun:
             made.append(FakeRun(run_dir or tmp_path / "run", summary(**changes), wait_for_stop=wait_for_stop))
             return made[-1]
 
@@ -84,7 +84,7 @@ def test_sigterm_stops_the_run_and_exits_with_130(fake_launch: Any) -> None:
 
 
 def test_a_folder_that_holds_a_run_is_refused_with_the_fix(tmp_path: Path) -> None:
-    outcome = asyncrl("launch", QUICKSTART, "--run-dir", ended_run(tmp_path / "run"))
+    outcome = asyncrl("launch", QUICKSTART, "--resume", "never", "--run-dir", ended_run(tmp_path / "run"))
     assert outcome.code == 2
     assert "already holds a run" in outcome.err
 

@@ -24,7 +24,7 @@ def test_a_claimed_folder_holds_the_configuration_and_a_place_for_logs(tmp_path:
 def test_a_folder_with_any_of_a_runs_files_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("")
     for refuse in (lambda: check_run_dir(tmp_path), lambda: claim_run_dir(tmp_path, CONFIG)):
-        with pytest.raises(UserError, match="already holds a run: choose a new folder"):
+        with pytest.raises(UserError, match="already holds a run: let it go on with --resume auto, or choose a new folder"):
             refuse()
     assert not (tmp_path / "logs").exists()
 
