@@ -5,6 +5,7 @@
     │   └── ConfigError           one or more problems in a pipeline file or its overrides
     ├── RunError                  the run failed: exit code 1
     │   ├── ServiceDied           a process of the run ended by itself
+    │   ├── StorageFailed         a disk refused what the run cannot do without
     │   └── StartTimeout          a service did not come up before the deadline
     ├── Interrupted               stop, Ctrl-C, SIGTERM: exit code 130
     ├── FrameError                bytes from a socket that are not a message
@@ -74,6 +75,10 @@ class ServiceDied(RunError):
         self.reason = reason
         self.log_tail = tuple(log_tail)
         super().__init__(f"service {service} died: {reason}")
+
+
+class StorageFailed(RunError):
+    """A disk refused what the run cannot do without."""
 
 
 class StartTimeout(RunError):

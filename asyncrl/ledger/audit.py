@@ -3,8 +3,11 @@
     dispatched                  the prompt cursor's order, and the list of reissues
     trained                     batches.jsonl, up to the last step that the ledger calls finished
     filtered, failed, expired   the ledger's ends
-    queued                      the queue              } a live run's own word; of a dead run nothing that was not
-    in flight                   rollouter and Reward   } ended survives, so what the ledger calls live is in flight
+    queued                      the queue              } a live run's own word; of a dead run the journal stands for the queue,
+    in flight                   rollouter and Reward   } and what else has no end is in flight, to be generated again
+    returned                    nobody                 } they count as in flight
+
+A dead run without a journal (queue.durability none) has lost what was not ended: all of that is in flight.
 
 An id must be in exactly one place; one found in none or in two is named, and so is a row of the ledger that is gone, stands
 twice, or says what cannot have happened. The parts of a live run are asked one after the other while groups move on, so
@@ -23,9 +26,9 @@ from typing import Any, Protocol
 
 from asyncrl.errors import TransportError
 from asyncrl.ledger.batches import BatchLine, read_batches
+from asyncrl.ledger.record import FILE_NAME, LedgerRecord, read_ledger
 from asyncrl.ledger.rows import Finding, check_rows
 from asyncrl.ledger.states import END_STATES, reason_key
-from asyncrl.ledger.store import FILE_NAME, LedgerRecord, read_ledger
 from asyncrl.messages import GroupId
 from asyncrl.messages.order import prompt_order
 from asyncrl.protocols.ledger import PromptCursor
@@ -114,14 +117,9 @@ def _look(run_dir: Path, ask: LiveWitness | None, *, passing: Collection[str] | 
     notes += batch_notes
     finished_steps = max((row.step for row in record.steps), default=0)
     trained = _trained(lines, finished_steps, record, findings, notes)
-    if told is None:
-        flying: Collection[GroupId] = [id for id, states in history.items() if states[-1] not in END_STATES]
-        waiting: Collection[GroupId] = []
-        if flying:
-            notes.append(f"{len(flying)} groups had no end when the run stopped: in flight, to be generated again")
-    else:
-        flying, waiting = told
-    if record.final_versions:
+    flying, waiting = told if told is not None else _left_by_the_dead(record, history, findings, notes)
+    flying = {*flying, *(id for id, states in history.items() if states[-1] == "returned")}
+    if record.training_ends:
         findings += [Finding(str(id), "training is over, yet it has no end") for id in (*flying, *waiting)]
     expected = _dispatched(record, history, findings)
     counts = _count(expected, _places(history, trained, flying, waiting), history, findings, passing)
@@ -144,6 +142,45 @@ def _ask(ask: LiveWitness | None) -> tuple[tuple[Collection[GroupId], Collection
         return (ask.in_flight(), ask.queued()), []
     except TransportError as error:
         return None, [f"the run does not answer ({error}): audited as a dead one"]
+
+
+def _left_by_the_dead(
+    record: LedgerRecord, history: dict[GroupId, list[str]], findings: list[Finding], notes: list[str]
+) -> tuple[Collection[GroupId], Collection[GroupId]]:
+    """In flight and queued of a run that nobody speaks for: by its journal, where it kept one."""
+    unended = {id for id, states in history.items() if states[-1] not in END_STATES}
+    waiting = unended & _journalled(record, history, findings) if record.journals else set()
+    queued = {id for id in unended if history[id][-1] == "queued"} if record.journals else set()
+    findings += [Finding(str(id), "queued by the ledger, but its scored group is not in the journal") for id in queued - waiting]
+    findings += [Finding(str(id), "its scored group is in the journal, but not queued by the ledger") for id in waiting - queued]
+    flying = unended - waiting
+    if flying:
+        notes.append(f"{len(flying)} groups were not scored when the run stopped: in flight, to be generated again")
+    if waiting:
+        notes.append(f"{len(waiting)} scored groups wait in the journal")
+    return flying, waiting
+
+
+def _journalled(record: LedgerRecord, history: dict[GroupId, list[str]], findings: list[Finding]) -> set[GroupId]:
+    """Groups whose scored group is in the journal. Names entries that belong to nothing, or to what has no need of them."""
+    scored: set[GroupId] = set()
+    for entry in record.journal:
+        try:
+            id = GroupId.parse(entry.group_id)
+        except ValueError:
+            findings.append(Finding(entry.message_id, f"is in the journal, but its group {entry.group_id!r:.40} is no id"))
+            continue
+        states = history.get(id)
+        is_scored = entry.message_id == entry.group_id
+        if states is None:
+            findings.append(Finding(str(id), f"{entry.message_id} is in the journal, but the group was never dispatched"))
+        elif states[-1] in END_STATES and not (is_scored and record.heads[-1].retains):
+            findings.append(Finding(str(id), f"{entry.message_id} is in the journal still, but the group is {states[-1]}"))
+        elif states[-1] == "queued" and not is_scored:
+            findings.append(Finding(str(id), f"{entry.message_id} is in the journal still, but the group is queued"))
+        if is_scored:
+            scored.add(id)
+    return scored
 
 
 def _reasons(record: LedgerRecord) -> dict[str, int]:

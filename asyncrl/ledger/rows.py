@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from asyncrl.ledger.record import TALLIED, LedgerRecord, Tally, tally_of
 from asyncrl.ledger.states import END_STATES, STATES, SUCCESSORS, State
-from asyncrl.ledger.store import TALLIED, LedgerRecord, Tally, tally_of
 from asyncrl.messages import GroupId
 
 
@@ -21,11 +22,13 @@ class Finding:
 
 def check_rows(record: LedgerRecord) -> list[Finding]:
     """Everything that the ledger's tables say wrong by themselves."""
+    before, reissues_before = record.numbered_before
+    transitions = [(row.seq, str(row.id)) for row in record.transitions]
     return [
         *_lost_rows(record),
-        *_numbering("transition row", [row.seq for row in record.transitions], [str(row.id) for row in record.transitions]),
-        *_numbering("reissue row", [row.seq for row in record.reissues], [str(row.id) for row in record.reissues]),
-        *_numbering("step", [row.step for row in record.steps], [f"step {row.step}" for row in record.steps]),
+        *_numbering("transition row", transitions, before),
+        *_numbering("reissue row", [(row.seq, str(row.id)) for row in record.reissues], reissues_before),
+        *_numbering("step", [(row.step, f"step {row.step}") for row in record.steps], 0),
         *_impossible_histories(record),
         *_impossible_reissues(record),
         *_steps_and_their_ends(record),
@@ -60,19 +63,21 @@ def _name_lost(name: str, told: Tally, found: Tally) -> Finding:
             return Finding(str(GroupId(a, b, c)), "its reissue is gone from the ledger")
         case "steps":
             return Finding(f"step {a}", "is gone from the ledger")
+        case "starts":
+            return Finding(f"start {a}", "is gone from the ledger")
     return Finding("end of training", f"at version {a}, is gone from the ledger")
 
 
-def _numbering(kind: str, numbers: Sequence[int], names: Sequence[str]) -> Iterator[Finding]:
-    """Rows are numbered 1, 2, 3, … in the order they were written."""
-    counts = Counter(numbers)
-    last = max(numbers, default=0)
-    for number, name in dict(zip(numbers, names, strict=True)).items():
+def _numbering(kind: str, rows: Sequence[tuple[int, str]], before: int) -> Iterator[Finding]:
+    """Rows are numbered 1, 2, 3, … in the order they were written; up to number `before` a start may have taken some out."""
+    counts = Counter(number for number, _ in rows)
+    last = max(counts, default=0)
+    for number, name in dict(rows).items():
         if counts[number] > 1:
             yield Finding(name, f"{kind} {number} stands {counts[number]} times in the ledger")
         if number < 1:
             yield Finding(name, f"{kind} {number}: numbers begin with 1")
-    for number in range(1, last + 1):
+    for number in range(before + 1, last + 1):
         if number not in counts:
             yield Finding(f"{kind} {number}", f"is gone from the ledger, which goes on to {last}")
 
@@ -120,5 +125,14 @@ def _single_rows(record: LedgerRecord) -> Iterator[Finding]:
         yield Finding("prompt cursor", f"stands {len(record.cursors)} times in the ledger")
     if record.transitions and not record.cursors:
         yield Finding("prompt cursor", "is gone from the ledger")
-    if len(record.final_versions) > 1:
-        yield Finding("end of training", f"stands {len(record.final_versions)} times in the ledger")
+    if len(record.training_ends) > 1:
+        yield Finding("end of training", f"stands {len(record.training_ends)} times in the ledger")
+    if record.starts and not record.heads:
+        yield Finding("queue", "is gone from the ledger")
+    if len(record.heads) > 1:
+        yield Finding("queue", f"stands {len(record.heads)} times in the ledger")
+    incarnations = [row.incarnation for row in record.starts]
+    for earlier, later in pairwise(incarnations):
+        if later <= earlier:
+            problem = "stands twice in the ledger" if later == earlier else f"stands after start {earlier} in the ledger"
+            yield Finding(f"start {later}", problem)

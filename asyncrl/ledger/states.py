@@ -1,17 +1,19 @@
 """The states of a prompt group's attempts, as a pure state machine.
 
-                        ┌──────────────────────────────┐
-    (nothing) ─▶ dispatched ─▶ queued ─▶ trained       │
-                     │            ├────▶ filtered      │  ends: exactly one per attempt, with a reason
-                     │            ├────▶ failed   ◀────┤
-                     └────────────┴────▶ expired  ◀────┘
+    (nothing) ─dispatched─▶ in flight ─▶ queued ─┬─▶ trained, filtered       ends: exactly one per attempt, with a reason
+                              ▲ │ │        │ ▲   └─▶ failed, expired ◀─┐
+                    restarted │ │ └────────┼─┼─────────────────────────┤
+                              │ ▼ its data ▼ │ is lost                 │
+                              returned: generated again, as it was ────┘
 
 Invariants, kept by refusing what would break them (`IllegalTransition`, and then nothing has changed):
 - an attempt is dispatched once; attempt 0 by the prompt order, attempt n + 1 only after attempt n ended with `reissue`;
 - an attempt ends once, and only an attempt that was queued trains or is filtered;
 - steps are finished in order, each once, and none after training is over;
-- once training is over nothing is live: what was live then, and what starts later, has failed with `TRAINING_OVER`.
-So at any instant dispatched = trained + filtered + failed + expired + in flight + queued, in attempts.
+- once training is over nothing is live: what was live then, and what starts later, has failed with `TRAINING_OVER`;
+- what already stands so may be said again (a caller that got no answer does): it changes nothing, and is no error.
+So at any instant dispatched = trained + filtered + failed + expired + in flight + queued, in attempts; returned ones count as in
+flight.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ from asyncrl.errors import IllegalTransition, LedgerError
 from asyncrl.messages import GroupId
 from asyncrl.protocols.ledger import Dispatch, End, LedgerEvents, LiveGroup, PromptCursor, StepRecord
 
-State = Literal["dispatched", "queued", "trained", "filtered", "failed", "expired"]
-STATES: tuple[State, ...] = ("dispatched", "queued", "trained", "filtered", "failed", "expired")
+State = Literal["dispatched", "queued", "trained", "filtered", "failed", "expired", "returned", "restarted"]
+STATES: tuple[State, ...] = ("dispatched", "queued", "trained", "filtered", "failed", "expired", "returned", "restarted")
 END_STATES: tuple[State, ...] = ("trained", "filtered", "failed", "expired")
 SUCCESSORS: dict[State | None, tuple[State, ...]] = {
     None: ("dispatched",),
-    "dispatched": ("queued", "failed", "expired"),
-    "queued": ("trained", "filtered", "failed", "expired"),
+    "dispatched": ("queued", "failed", "expired", "returned"),
+    "queued": ("trained", "filtered", "failed", "expired", "returned"),
+    "returned": ("restarted", "queued", "failed", "expired"),
+    "restarted": ("queued", "failed", "expired", "returned"),
     "trained": (),
     "filtered": (),
     "failed": (),
@@ -45,7 +49,7 @@ REASON_CHARACTERS = 500
 
 
 class Transition(NamedTuple):
-    """One row of history. `version`: confirmed at dispatch, the trainer's in a step; `step`: set for the ends of a step."""
+    """One row of history. `version`: confirmed at dispatch or restart, the trainer's in a step; `step`: of an end in a step."""
 
     id: GroupId
     state: State
@@ -72,6 +76,10 @@ class Changes:
     step: FinishedStep | None = None
     final_version: int | None = None
 
+    def __bool__(self) -> bool:
+        changed = self.transitions or self.reissues or self.cursor or self.step
+        return bool(changed) or self.final_version is not None
+
 
 class Attempts:
     """Every attempt's state. Live attempts are held one by one, ended ones as bits: memory grows with what is live."""
@@ -79,22 +87,28 @@ class Attempts:
     def __init__(self) -> None:
         self._live: dict[GroupId, LiveGroup] = {}  # in order of dispatch
         self._seen = _IdSet()
+        self._ends: dict[State, _IdSet] = {state: _IdSet() for state in END_STATES}
+        self._asked = _IdSet()  # reissues
         self._cut = _IdSet()
         self._owed: dict[GroupId, None] = {}
+        self._last_step: tuple[FinishedStep, dict[GroupId, State]] | None = None
         self._events: deque[End | None] = deque()
         self._first_event = 0
         self._ended: dict[State, int] = dict.fromkeys(END_STATES, 0)
-        self._queued = 0
+        self._queued = self._returned = 0
         self.dispatched = 0
         self.finished_steps = 0
         self.final_version: int | None = None
         self.cursor: PromptCursor | None = None
         self.reasons: dict[str, int] = {}
+        self.failures_by_row: dict[int, int] = {}
 
     # What may happen
 
     def dispatch(self, groups: Sequence[Dispatch], cursor: PromptCursor) -> Changes:
         """These groups start, and the prompt source stands at `cursor`."""
+        if groups and all(map(self._stands_dispatched, groups)):
+            return Changes()  # said again: the source may have gone on since
         fresh = set()
         for group in groups:
             if group.id in self._seen or group.id in fresh:
@@ -105,9 +119,7 @@ class Attempts:
         transitions = [Transition(group.id, "dispatched", version=group.start_version) for group in groups]
         if self.final_version is not None:
             transitions += [Transition(group.id, "failed", TRAINING_OVER) for group in groups]
-        changes = Changes(transitions, cursor=cursor)
-        self.apply(changes)
-        return changes
+        return self._made(Changes(transitions, cursor=cursor))
 
     def queue(self, ids: Sequence[GroupId]) -> Changes:
         """The scored groups of these attempts were accepted by the queue."""
@@ -115,22 +127,31 @@ class Attempts:
             self._check(id, "queued")
         if len(set(ids)) < len(ids):
             raise IllegalTransition(f"a group is queued twice in one call: {', '.join(map(str, ids))}")
-        changes = Changes([Transition(id, "queued") for id in ids])
-        self.apply(changes)
-        return changes
+        return self._made(Changes([Transition(id, "queued") for id in ids]))
+
+    def take_back(self, ids: Iterable[GroupId], reason: str) -> Changes:
+        """The data of these live attempts is lost: they are returned, if they are not so already."""
+        transitions = [Transition(id, "returned", reason) for id in ids if self.state(id) != "returned"]
+        for transition in transitions:
+            self._check(transition.id, "returned")
+        return self._made(Changes(transitions))
+
+    def restart(self, groups: Sequence[Dispatch]) -> Changes:
+        """These returned attempts passed admission again. One that is queued, in flight or has ended by now is passed over."""
+        if unknown := [str(group.id) for group in groups if self.state(group.id) == "unknown"]:
+            raise IllegalTransition(f"group {unknown[0]} cannot be restarted: it was never dispatched")
+        again = {group.id: group.start_version for group in groups if self.state(group.id) == "returned"}
+        return self._made(Changes([Transition(id, "restarted", version=version) for id, version in again.items()]))
 
     def end(self, ends: Sequence[End]) -> Changes:
         """Ends outside a step: failed, expired at the pick, filtered and replaced under refill. A group that was cut short, or
         that had ended when training was over, is passed over: its holder could not know."""
-        over = self.final_version is not None
-        ends = [end for end in ends if end.id not in self._cut and not (over and self.state(end.id) == "ended")]
+        ends = [end for end in ends if not self._stands_ended(end)]
         for end in ends:
             if end.state == "trained":
                 raise IllegalTransition(f"group {end.id} cannot train outside a step: name it in finish_step")
         self._check_ends(ends)
-        changes = Changes([Transition(end.id, end.state, plain_text(end.reason)) for end in ends], _reissues(ends))
-        self.apply(changes)
-        return changes
+        return self._made(Changes([Transition(end.id, end.state, plain_text(end.reason)) for end in ends], _reissues(ends)))
 
     def cut_short(self, ends: Sequence[End]) -> Changes:
         """Ends that the groups' holders did not ask for and have yet to hear of."""
@@ -141,41 +162,49 @@ class Attempts:
 
     def finish_step(self, record: StepRecord) -> Changes:
         """The next step is finished, and every group that it took has ended."""
+        if self._stands_finished(record):
+            return Changes()
         if record.step != self.finished_steps + 1:
             raise IllegalTransition(f"step {record.step} cannot finish: {self.finished_steps} steps are finished")
         if self.final_version is not None:
             raise IllegalTransition(f"step {record.step} cannot finish: training is over")
         self._check_ends(record.ends)
-        changes = Changes(
-            [Transition(end.id, end.state, plain_text(end.reason), record.step, record.version) for end in record.ends],
-            _reissues(record.ends),
-            step=FinishedStep(record.step, record.version, len(record.ends)),
+        return self._made(
+            Changes(
+                [Transition(end.id, end.state, plain_text(end.reason), record.step, record.version) for end in record.ends],
+                _reissues(record.ends),
+                step=FinishedStep(record.step, record.version, len(record.ends)),
+            )
         )
-        self.apply(changes)
-        return changes
 
     def finish_training(self, final_version: int) -> Changes:
         """No further step will be made; what is live ends."""
+        if self.final_version == final_version:
+            return Changes()
         if self.final_version is not None:
             raise IllegalTransition(f"training is over already, at version {self.final_version}")
-        changes = Changes([Transition(id, "failed", TRAINING_OVER) for id in self._live], final_version=final_version)
-        self.apply(changes)
-        return changes
+        return self._made(Changes([Transition(id, "failed", TRAINING_OVER) for id in self._live], final_version=final_version))
 
     # What is
 
-    def state(self, id: GroupId) -> Literal["unknown", "in_flight", "queued", "ended"]:
+    def state(self, id: GroupId) -> Literal["unknown", "in_flight", "queued", "returned", "ended"]:
         if group := self._live.get(id):
             return group.state
         return "ended" if id in self._seen else "unknown"
 
     def __contains__(self, id: GroupId) -> bool:
-        """Whether this attempt is live."""
+        """Whether this attempt has no end yet."""
         return id in self._live
 
     def live(self) -> list[LiveGroup]:
-        """Every attempt without an end, oldest dispatch first."""
-        return list(self._live.values())
+        """Every attempt in flight or queued, oldest dispatch first."""
+        if not self._returned:
+            return list(self._live.values())
+        return [group for group in self._live.values() if group.state != "returned"]
+
+    def returned(self) -> list[GroupId]:
+        """Every attempt that waits to be generated again, oldest dispatch first."""
+        return [group.id for group in self._live.values() if group.state == "returned"]
 
     def owed(self) -> list[GroupId]:
         """Reissues asked for and not dispatched yet, oldest first."""
@@ -206,14 +235,17 @@ class Attempts:
 
     def apply(self, changes: Changes) -> None:
         """Make changes that were checked here before, or that a file holds. Raises IllegalTransition for a bad row of a file."""
-        reissued = {(id.epoch, id.row, id.attempt - 1) for id in changes.reissues}
-        self._owed.update(dict.fromkeys(changes.reissues))
+        for id in changes.reissues:
+            self._owed[id] = None
+            self._asked.add(id)
         for transition in changes.transitions:
-            self._move(transition, transition.id in reissued)
+            self._move(transition)
         if changes.cursor is not None:
             self.cursor = changes.cursor
         if changes.step is not None:
             self.finished_steps = changes.step.step
+            taken = {transition.id: transition.state for transition in changes.transitions if transition.step is not None}
+            self._last_step = (changes.step, taken)
             self._events.append(None)
         if changes.final_version is not None:
             self.final_version = changes.final_version
@@ -222,7 +254,12 @@ class Attempts:
             self._events.popleft()
             self._first_event += 1
 
-    def _move(self, transition: Transition, reissued: bool) -> None:
+    def _made(self, changes: Changes) -> Changes:
+        if changes:
+            self.apply(changes)
+        return changes
+
+    def _move(self, transition: Transition) -> None:
         id, state = transition.id, transition.state
         if state == "dispatched":
             if id in self._seen:
@@ -234,15 +271,44 @@ class Attempts:
             return
         self._check(id, state)
         group = self._live[id]
-        if state == "queued":
-            self._live[id] = LiveGroup(id, group.start_version, "queued")
-            self._queued += 1
-            return
+        self._queued += (state == "queued") - (group.state == "queued")
+        self._returned += (state == "returned") - (group.state == "returned")
+        if state == "queued" or state == "returned":
+            self._live[id] = LiveGroup(id, group.start_version, state)
+        elif state == "restarted":
+            self._live[id] = LiveGroup(id, transition.version or 0, "in_flight")
+        else:
+            self._end(transition)
+
+    def _end(self, transition: Transition) -> None:
+        id, state = transition.id, transition.state
+        assert state == "trained" or state == "filtered" or state == "failed" or state == "expired"
         del self._live[id]
-        self._queued -= group.state == "queued"
+        self._ends[state].add(id)
         self._ended[state] += 1
         self._count_reason(state, transition.reason)
-        self._events.append(End(id, state, transition.reason, reissued))
+        if state == "failed" and transition.step is None and transition.reason != TRAINING_OVER:
+            self.failures_by_row[id.row] = self.failures_by_row.get(id.row, 0) + 1
+        self._events.append(End(id, state, transition.reason, _next_attempt(id) in self._asked))
+
+    def _stands_dispatched(self, group: Dispatch) -> bool:
+        if live := self._live.get(group.id):
+            return live.state != "returned" and live.start_version == group.start_version
+        return self.final_version is not None and group.id in self._seen
+
+    def _stands_ended(self, end: End) -> bool:
+        if end.id in self._cut:
+            return True
+        if end.id in self._live or end.id not in self._seen:
+            return False
+        said = end.id in self._ends[end.state] and (not end.reissue or _next_attempt(end.id) in self._asked)
+        return said or self.final_version is not None
+
+    def _stands_finished(self, record: StepRecord) -> bool:
+        if self._last_step is None:
+            return False
+        last, taken = self._last_step
+        return (record.step, record.version) == last[:2] and {end.id: end.state for end in record.ends} == taken
 
     def _check(self, id: GroupId, state: State) -> None:
         found = self.state(id)
@@ -278,8 +344,12 @@ def plain_text(reason: str) -> str:
     return reason[:REASON_CHARACTERS].replace("\0", "�").encode("utf-8", "replace").decode()
 
 
+def _next_attempt(id: GroupId) -> GroupId:
+    return GroupId(id[0], id[1], id[2] + 1)
+
+
 def _reissues(ends: Iterable[End]) -> list[GroupId]:
-    return [GroupId(end.id.epoch, end.id.row, end.id.attempt + 1) for end in ends if end.reissue]
+    return [_next_attempt(end.id) for end in ends if end.reissue]
 
 
 class _IdSet:

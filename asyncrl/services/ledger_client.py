@@ -1,21 +1,34 @@
 """The ledger over remote calls: both halves of the wire, beside each other so that they agree.
 
-Ids travel as [epoch, row, attempt], ends as [epoch, row, attempt, state, reason, reissue].
+Ids travel as [epoch, row, attempt], ends as [epoch, row, attempt, state, reason, reissue]. Every call may be made again, and is
+when no answer comes: the process at the other end may be a new one, which does not know what its predecessor was asked.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from asyncrl.errors import IllegalTransition, LedgerCorrupt, LedgerError, RemoteError
+from asyncrl.errors import DeadlineExceeded, IllegalTransition, LedgerCorrupt, LedgerError, RemoteError
 from asyncrl.ledger.states import plain_text
 from asyncrl.messages import GroupId
-from asyncrl.protocols import Dispatch, End, LedgerClient, LedgerEvents, LiveGroup, PromptCursor, StepRecord
+from asyncrl.protocols import (
+    Dispatch,
+    End,
+    LedgerClient,
+    LedgerEvents,
+    LiveGroup,
+    PromptCursor,
+    Resumption,
+    ReturnedGroup,
+    StepRecord,
+)
 from asyncrl.transport.rpc import RpcClient
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
+TRY_SECONDS = 3.0  # of silence, until a call is made again
 _ERRORS: dict[str, type[LedgerError]] = {kind.__name__: kind for kind in (LedgerError, IllegalTransition, LedgerCorrupt)}
 
 
@@ -23,16 +36,15 @@ class RpcLedgerClient:
     """A `LedgerClient` that speaks to the message_queue service over `client`, which stays its giver's to close.
 
     Raises what the ledger raised there, and DeadlineExceeded when it does not answer within `deadline` seconds (of the end of
-    the wait, for `watch`).
+    the wait, for `watch`), however often it is asked; give it `queue.reconnect_seconds`.
     """
 
-    def __init__(self, client: RpcClient, *, deadline: float = DEADLINE_SECONDS):
+    def __init__(self, client: RpcClient, *, deadline: float = DEADLINE_SECONDS, try_seconds: float = TRY_SECONDS):
         self._client = client
-        self._deadline = deadline
+        self._deadline, self._try_seconds = deadline, try_seconds
 
     async def dispatch(self, groups: Sequence[Dispatch], cursor: PromptCursor) -> None:
-        started = [[*group.id, group.start_version] for group in groups]
-        await self._call("ledger.dispatch", groups=started, cursor=list(astuple(cursor)))
+        await self._call("ledger.dispatch", groups=_pack_dispatches(groups), cursor=list(astuple(cursor)))
 
     async def end(self, ends: Sequence[End]) -> None:
         await self._call("ledger.end", ends=_pack_ends(ends))
@@ -56,27 +68,55 @@ class RpcLedgerClient:
     async def live(self) -> list[LiveGroup]:
         return [LiveGroup(GroupId(*id), start_version, state) for *id, start_version, state in await self._call("ledger.live")]
 
+    async def resume_rollouter(self) -> Resumption:
+        answer = await self._call("ledger.resume_rollouter")
+        return Resumption(
+            seq=answer["seq"],
+            finished_steps=answer["finished_steps"],
+            final_version=answer["final_version"],
+            cursor=None if answer["cursor"] is None else PromptCursor(*answer["cursor"]),
+            live=tuple(LiveGroup(GroupId(*id), version, state) for id, version, state in answer["live"]),
+            returned=tuple(ReturnedGroup(GroupId(*id), tuple(missing)) for id, missing in answer["returned"]),
+            owed=tuple(GroupId(*id) for id in answer["owed"]),
+            failures_by_row=dict(answer["failures_by_row"]),
+        )
+
+    async def restart(self, groups: Sequence[Dispatch]) -> None:
+        await self._call("ledger.restart", groups=_pack_dispatches(groups))
+
+    async def checkpointed(self, step: int) -> None:
+        await self._call("ledger.checkpointed", step=step)
+
     async def counts(self) -> dict[str, Any]:
         """The terms of the law, and the reasons, as in summary.json."""
         counts: dict[str, Any] = await self._call("ledger.counts")
         return counts
 
     async def _call(self, method: str, *, extra: float = 0.0, **params: Any) -> Any:
-        try:
-            return await self._client.call(method, timeout=self._deadline + extra, **params)
-        except RemoteError as error:
-            kind = _ERRORS.get(error.kind)
-            if kind is None:
-                raise
-            raise kind(error.text) from error
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._deadline + extra
+        while True:
+            left = deadline - loop.time()
+            try:
+                return await self._client.call(method, timeout=min(self._try_seconds + extra, left), **params)
+            except DeadlineExceeded:
+                if loop.time() >= deadline:
+                    raise
+            except RemoteError as error:
+                kind = _ERRORS.get(error.kind)
+                if kind is None:
+                    raise
+                raise kind(error.text) from error
 
 
 def ledger_handlers(ledger: LedgerClient, counts: Callable[[], Mapping[str, Any]]) -> dict[str, Callable[..., Any]]:
     """What the message_queue service serves under ``ledger.…``: `ledger`, for others."""
 
     def dispatch(groups: list[Any], cursor: list[Any]) -> Awaitable[None]:
-        started = [Dispatch(GroupId(*id), start_version) for *id, start_version in groups]
-        return ledger.dispatch(started, PromptCursor(*cursor))
+        return ledger.dispatch(_unpack_dispatches(groups), PromptCursor(*cursor))
+
+    def restart(groups: list[Any]) -> Awaitable[None]:
+        return ledger.restart(_unpack_dispatches(groups))
 
     def end(ends: list[Any]) -> Awaitable[None]:
         return ledger.end(_unpack_ends(ends))
@@ -94,6 +134,19 @@ def ledger_handlers(ledger: LedgerClient, counts: Callable[[], Mapping[str, Any]
             "final_version": events.final_version,
         }
 
+    async def resume_rollouter() -> dict[str, Any]:
+        resumption = await ledger.resume_rollouter()
+        return {
+            "seq": resumption.seq,
+            "finished_steps": resumption.finished_steps,
+            "final_version": resumption.final_version,
+            "cursor": None if resumption.cursor is None else list(astuple(resumption.cursor)),
+            "live": [[list(group.id), group.start_version, group.state] for group in resumption.live],
+            "returned": [[list(group.id), list(group.missing)] for group in resumption.returned],
+            "owed": [list(id) for id in resumption.owed],
+            "failures_by_row": [list(item) for item in resumption.failures_by_row.items()],
+        }
+
     async def live() -> list[Any]:
         return [[*group.id, group.start_version, group.state] for group in await ledger.live()]
 
@@ -104,8 +157,19 @@ def ledger_handlers(ledger: LedgerClient, counts: Callable[[], Mapping[str, Any]
         "ledger.finish_training": ledger.finish_training,
         "ledger.watch": watch,
         "ledger.live": live,
+        "ledger.resume_rollouter": resume_rollouter,
+        "ledger.restart": restart,
+        "ledger.checkpointed": ledger.checkpointed,
         "ledger.counts": counts,
     }
+
+
+def _pack_dispatches(groups: Sequence[Dispatch]) -> list[Any]:
+    return [[*group.id, group.start_version] for group in groups]
+
+
+def _unpack_dispatches(groups: Sequence[Any]) -> list[Dispatch]:
+    return [Dispatch(GroupId(*id), start_version) for *id, start_version in groups]
 
 
 def _pack_ends(ends: Sequence[End]) -> list[Any]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.ledger.record import LedgerRecord, QueueHead, read_ledger
+from asyncrl.ledger.set_back import Held
 from asyncrl.ledger.store import FILE_NAME, LedgerWriter
 from asyncrl.messages import GroupId
 from asyncrl.messages.order import prompt_order
@@ -17,10 +19,14 @@ ENDS = ("filtered", "failed", "expired")
 REASONS = {"filtered": "zero variance", "failed": "too few scored: 1 of 8", "expired": "staleness 3"}
 
 
-class SmallRun:
-    """`act` makes one random legal move; the ledger is in the file after each."""
+GROUP_SIZE = 2
 
-    def __init__(self, run_dir: Path, seed: int):
+
+class SmallRun:
+    """`act` makes one random legal move; the ledger is in the file after each. With `restarts`, rollouters are lost, and the
+    trainer is set back, among the moves; `keep` says whether the queue keeps what it held then."""
+
+    def __init__(self, run_dir: Path, seed: int, *, restarts: bool = False, keep: bool = True):
         self.run_dir = run_dir
         self.random = random.Random(seed)
         self.num_rows = self.random.choice([None, 3, 7, 50])
@@ -30,9 +36,15 @@ class SmallRun:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.writer = LedgerWriter(run_dir / FILE_NAME, wall=lambda: 1000.0)
         self.attempts = self.writer.attempts
+        self.restarts, self.keep = restarts, keep
+        self.head = QueueHead("process" if restarts and keep else "none", False)
+        self.incarnation = 0
+        self.writer.start(0, self.head)
 
     def act(self) -> None:
         moves = [self.dispatch, self.dispatch, self.queue, self.queue, self.end, self.step]
+        if self.restarts:
+            moves += [self.lose, self.restart, self.restart, self.set_back]
         self.random.choice(moves)()
         self.writer.flush()
 
@@ -83,6 +95,40 @@ class SmallRun:
         self.write_batch(record)
         self.writer.append(self.attempts.finish_step(record))
 
+    def lose(self) -> None:
+        flying = self.live("in_flight")
+        if flying:
+            self.writer.append(self.attempts.take_back(self.random.sample(flying, 1), "the rollouter was lost"))
+
+    def restart(self) -> None:
+        self.writer.append(self.attempts.restart([Dispatch(id, self.attempts.finished_steps) for id in self.attempts.returned()]))
+
+    def set_back(self) -> None:
+        """To a random step; of what the queue held a part is lost."""
+        if self.random.random() < 0.6:
+            return
+        step = self.random.randint(0, self.attempts.finished_steps)
+        everything = {row.id for row in self.record().transitions}
+        scored = {id for id in everything if self.random.random() < 0.8}
+        members = {id: range(self.random.randint(0, GROUP_SIZE)) for id in everything}
+        held = Held(GROUP_SIZE, scored, members) if self.keep else None
+        self.go_back(step, held)
+
+    def go_back(self, step: int, held: Held | None) -> None:
+        self.incarnation += 1
+        self.attempts = self.writer.set_back(step, self.incarnation, self.head, held)
+        if not self.keep:
+            cursor = self.attempts.cursor
+            self.epoch, self.position = (cursor.epoch, cursor.position) if cursor else (0, 0)
+        path = self.run_dir / "batches.jsonl"
+        if path.exists():
+            lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+            path.write_text("".join(line + "\n" for line in lines))
+
+    def record(self) -> LedgerRecord:
+        self.writer.flush()
+        return read_ledger(self.run_dir / FILE_NAME)
+
     def write_batch(self, record: StepRecord) -> None:
         groups = [str(end.id) for end in record.ends if end.state == "trained"]
         line = {"step": record.step, "version": record.version, "groups": groups, "token_versions": None}
@@ -99,8 +145,8 @@ def small_run(tmp_path):
     """Make a small run by its seed; its file is closed at the end."""
     runs = []
 
-    def make(seed: int = 0, moves: int = 0) -> SmallRun:
-        runs.append(SmallRun(tmp_path / f"run{len(runs)}", seed))
+    def make(seed: int = 0, moves: int = 0, **options: bool) -> SmallRun:
+        runs.append(SmallRun(tmp_path / f"run{len(runs)}", seed, **options))
         return runs[-1].play(moves)
 
     yield make

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import DeadlineExceeded, LedgerError
 from asyncrl.ledger.audit import audit
-from asyncrl.ledger.store import FILE_NAME
+from asyncrl.ledger.record import FILE_NAME, QueueHead
 from asyncrl.messages import GroupId
+from asyncrl.protocols.journal import JournalEntry, Place
 
-TABLES = ("transitions", "reissues", "steps", "training_end", "cursor", "tally")
+TABLES = ("transitions", "reissues", "steps", "training_end", "starts", "cursor", "queue", "tally")
 random_runs = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -102,6 +103,10 @@ def name_of(table, values):
             return f"step {values[0]}"
         case "cursor":
             return "prompt cursor"
+        case "starts":
+            return f"start {values[0]}"
+        case "queue":
+            return "queue"
         case "training_end":
             return "end of training"
     return f"tally of {values[0]}"
@@ -291,3 +296,86 @@ def test_a_run_that_has_started_nothing_yet_is_clean(small_run):
         report = audit_at_once(run.run_dir, ask)
         assert report.ok, report.to_text()
         assert report.counts["dispatched"] == 0
+
+
+# A dead run whose queue kept a journal
+
+
+class Journalled:
+    """A small run with a queue of durability process: what is queued has its scored group in the journal, what is in flight its
+    first member."""
+
+    def __init__(self, run, *, retains=False):
+        self.run = run
+        run.writer.keep_queue(QueueHead("process", retains))
+        self.ids = [(group.id, group.state) for group in run.attempts.live()]
+        self.add(*(str(id) if state == "queued" else str(id.member(0)) for id, state in self.ids))
+
+    def add(self, *message_ids):
+        first = max((entry.ticket for entry in self.run.writer.journal.entries()), default=0) + 1
+        groups = ["/".join(message_id.split("/")[:3]) for message_id in message_ids]
+        places = [Place(1, 0, 1, 0)] * len(groups)
+        entries = zip(range(first, first + len(groups)), ["any"] * len(groups), message_ids, groups, places, strict=True)
+        self.run.writer.journal.add([JournalEntry(*entry) for entry in entries])
+        self.run.writer.flush()
+
+    def remove(self, message_id):
+        found = [entry.ticket for entry in self.run.writer.journal.entries() if entry.message_id == message_id]
+        self.run.writer.journal.remove(found)
+        self.run.writer.flush()
+
+    def audit(self):
+        return audit_at_once(self.run.run_dir)
+
+
+@pytest.fixture
+def journalled(trained_run):
+    return Journalled(trained_run)
+
+
+def one_of(journalled, state):
+    return next(str(id) for id, found in journalled.ids if found == state)
+
+
+def test_the_journal_stands_for_the_queue_of_a_dead_run(journalled):
+    report = journalled.audit()
+    assert report.ok, report.to_text()
+    assert report.counts == journalled.run.attempts.counts()
+    assert report.counts["queued"] > 0
+
+
+def test_a_queued_group_that_the_journal_lost_is_named(journalled):
+    lost = one_of(journalled, "queued")
+    journalled.remove(lost)
+    assert subjects(journalled.audit()) == {lost}
+
+
+def test_a_scored_group_in_the_journal_that_the_ledger_has_in_flight_is_named(journalled):
+    odd = one_of(journalled, "in_flight")
+    journalled.add(odd)
+    assert subjects(journalled.audit()) == {odd}
+
+
+def test_an_ended_group_stays_in_the_journal_only_until_a_checkpoint_holds_it(journalled):
+    ended = str(trained_id(journalled.run))
+    journalled.add(ended)
+    assert subjects(journalled.audit()) == {ended}
+    journalled.run.writer.keep_queue(QueueHead("process", True))
+    assert journalled.audit().ok
+
+
+def test_members_of_a_group_that_is_scored_or_unknown_are_named(journalled):
+    queued = one_of(journalled, "queued")
+    journalled.add(f"{queued}/1", "9/9/9/0", "nonsense")
+    assert subjects(journalled.audit()) == {queued, "9/9/9", "nonsense"}
+
+
+def test_a_returned_group_is_in_flight_though_nobody_holds_it(trained_run):
+    returned = trained_run.live("queued")[0]
+    trained_run.writer.append(trained_run.attempts.take_back([returned], "set back"))
+    trained_run.writer.flush()
+    report = audit_at_once(trained_run.run_dir, Witness(trained_run.attempts))
+    assert report.ok, report.to_text()
+    assert report.counts == trained_run.attempts.counts()
+    both = audit_at_once(trained_run.run_dir, Witness(trained_run.attempts, queued=lambda ids: [*ids, returned]))
+    assert subjects(both) == {str(returned)}

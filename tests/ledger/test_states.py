@@ -53,6 +53,8 @@ def test_an_attempt_starts_once():
     refused(attempts, lambda: attempts.dispatch([Dispatch(id_of(2), 0), Dispatch(id_of(2), 0)], cursor(3)), "dispatched before")
     attempts.end([End(id_of(1), "failed", "lost")])
     refused(attempts, lambda: attempts.dispatch([Dispatch(id_of(1), 0)], cursor(3)), "dispatched before")
+    live = started(1)
+    refused(live, lambda: live.dispatch([Dispatch(id_of(1), 5)], cursor(1)), "dispatched before")
 
 
 def test_a_later_attempt_starts_only_when_it_was_asked_for_and_only_once():
@@ -62,7 +64,7 @@ def test_a_later_attempt_starts_only_when_it_was_asked_for_and_only_once():
     assert attempts.owed() == [id_of(1, 1)]
     attempts.dispatch([Dispatch(id_of(1, 1), 3)], cursor(1))
     assert attempts.owed() == []
-    refused(attempts, lambda: attempts.dispatch([Dispatch(id_of(1, 1), 3)], cursor(1)), "dispatched before")
+    refused(attempts, lambda: attempts.dispatch([Dispatch(id_of(1, 1), 4)], cursor(1)), "dispatched before")
 
 
 def test_an_attempt_ends_once():
@@ -102,7 +104,8 @@ def test_steps_finish_in_order_each_once():
     attempts = started(1)
     refused(attempts, lambda: attempts.finish_step(StepRecord(2, 0, ())), "0 steps are finished")
     attempts.finish_step(StepRecord(1, 0, ()))
-    refused(attempts, lambda: attempts.finish_step(StepRecord(1, 0, ())), "1 steps are finished")
+    refused(attempts, lambda: attempts.finish_step(StepRecord(1, 1, ())), "1 steps are finished")
+    refused(attempts, lambda: attempts.finish_step(StepRecord(1, 0, (End(id_of(1), "failed"),))), "1 steps are finished")
 
 
 def test_when_training_is_over_nothing_is_live_and_nothing_stays_live():
@@ -115,7 +118,7 @@ def test_when_training_is_over_nothing_is_live_and_nothing_stays_live():
     attempts.end([End(id_of(1), "failed", "too few scored: 0 of 8")])  # its holder could not know
     assert attempts.counts()["failed"] == 3
     refused(attempts, lambda: attempts.finish_step(StepRecord(1, 0, ())), "training is over")
-    refused(attempts, lambda: attempts.finish_training(7), "over already")
+    refused(attempts, lambda: attempts.finish_training(8), "over already")
 
 
 def test_live_groups_come_oldest_dispatch_first_with_their_start_version():
@@ -165,3 +168,73 @@ def test_memory_does_not_grow_with_what_has_ended():
     assert len(attempts._seen._bits) < 100
     assert attempts.state(id_of(19_999)) == "ended"
     assert attempts.state(id_of(20_000)) == "unknown"
+
+
+def unchanged_by(attempts: Attempts, change) -> None:
+    before = (attempts.counts(), attempts.live(), attempts.seq, attempts.owed(), attempts.finished_steps, attempts.cursor)
+    assert not change()
+    assert before == (
+        attempts.counts(), attempts.live(), attempts.seq, attempts.owed(), attempts.finished_steps, attempts.cursor,
+    )  # fmt: skip
+
+
+def test_what_already_stands_may_be_said_again():
+    attempts = started(1, 2, 3, version=4)
+    attempts.dispatch([Dispatch(id_of(9), 4)], cursor(7))
+    unchanged_by(attempts, lambda: attempts.dispatch([Dispatch(id_of(row), 4) for row in (1, 2, 3)], cursor(3)))
+    attempts.queue([id_of(1), id_of(2)])
+    unchanged_by(attempts, lambda: attempts.dispatch([Dispatch(id_of(row), 4) for row in (1, 2, 3)], cursor(3)))
+    attempts.end([End(id_of(1), "expired", "stale", reissue=True)])
+    unchanged_by(attempts, lambda: attempts.end([End(id_of(1), "expired", "stale", reissue=True)]))
+    refused(attempts, lambda: attempts.end([End(id_of(1), "failed", "stale")]), "it is ended")
+    record = StepRecord(1, 0, (End(id_of(2), "trained"),))
+    attempts.finish_step(record)
+    unchanged_by(attempts, lambda: attempts.finish_step(record))
+    attempts.finish_training(5)
+    unchanged_by(attempts, lambda: attempts.finish_training(5))
+    unchanged_by(attempts, lambda: attempts.finish_step(record))
+    attempts.dispatch([Dispatch(id_of(12), 5)], cursor(8))
+    unchanged_by(attempts, lambda: attempts.dispatch([Dispatch(id_of(12), 5)], cursor(8)))
+
+
+def test_an_attempt_whose_data_is_lost_is_generated_again_as_the_same_attempt():
+    attempts = queued(1)
+    attempts.take_back([id_of(1)], "set back")
+    assert (attempts.live(), attempts.returned()) == ([], [id_of(1)])
+    assert attempts.counts()["in_flight"] == 1
+    refused(attempts, lambda: attempts.dispatch([Dispatch(id_of(1), 0)], cursor(1)), "dispatched before")
+    refused(attempts, lambda: attempts.finish_step(StepRecord(1, 0, (End(id_of(1), "trained"),))), "it is returned")
+    attempts.restart([Dispatch(id_of(1), 6)])
+    assert [(group.start_version, group.state) for group in attempts.live()] == [(6, "in_flight")]
+    attempts.queue([id_of(1)])
+    attempts.finish_step(StepRecord(1, 6, (End(id_of(1), "trained"),)))
+    assert attempts.counts()["trained"] == attempts.dispatched == 1
+
+
+def test_what_has_moved_on_is_passed_over_by_a_restart_and_the_unknown_is_refused():
+    attempts = queued(1, 2, 3)
+    attempts.take_back([id_of(1)], "lost")
+    attempts.end([End(id_of(2), "expired", "stale")])
+    changes = attempts.restart([Dispatch(id_of(row), 3) for row in (1, 2, 3)])
+    assert [transition.id for transition in changes.transitions] == [id_of(1)]
+    unchanged_by(attempts, lambda: attempts.restart([Dispatch(id_of(1), 3)]))
+    refused(attempts, lambda: attempts.restart([Dispatch(id_of(8), 3)]), "never dispatched")
+
+
+def test_a_returned_attempt_may_end_and_nothing_stays_of_it():
+    attempts = queued(1, 2)
+    attempts.take_back([id_of(1), id_of(2)], "lost")
+    attempts.end([End(id_of(1), "failed", "its row failed three times")])
+    attempts.finish_training(0)
+    assert attempts.returned() == []
+    assert attempts.counts()["failed"] == 2
+
+
+def test_failures_are_counted_by_row_when_they_are_the_rows_own():
+    attempts = queued(1, 2, 3, 4)
+    attempts.end([End(id_of(1), "failed", "too few scored", reissue=True), End(id_of(2), "expired", "stale")])
+    attempts.dispatch([Dispatch(id_of(1, 1), 0)], cursor(4))
+    attempts.end([End(id_of(1, 1), "failed", "too few scored")])
+    attempts.finish_step(StepRecord(1, 0, (End(id_of(3), "failed", "non-finite loss"),)))
+    attempts.finish_training(0)
+    assert attempts.failures_by_row == {1: 2}

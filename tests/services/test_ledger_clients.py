@@ -10,9 +10,10 @@ import pytest
 from asyncrl.errors import DeadlineExceeded, IllegalTransition, LedgerError
 from asyncrl.ledger import states
 from asyncrl.ledger.local import LocalLedgerClient
+from asyncrl.ledger.set_back import Held
 from asyncrl.ledger.store import FILE_NAME, LedgerWriter, read_samples
 from asyncrl.messages import GroupId
-from asyncrl.protocols import Dispatch, End, LiveGroup, PromptCursor, StepRecord
+from asyncrl.protocols import Dispatch, End, LiveGroup, PromptCursor, ReturnedGroup, StepRecord
 from asyncrl.services.ledger_client import RpcLedgerClient, ledger_handlers
 from asyncrl.transport.rpc import RpcClient, RpcServer
 from tests.waiting import until
@@ -165,11 +166,88 @@ async def test_a_finished_step_is_in_the_file_when_the_call_returns(tmp_path):
     local.close()
 
 
-async def test_other_changes_are_in_the_file_a_moment_later(tmp_path):
+async def test_nobody_is_told_before_the_file_is(tmp_path):
+    """Callers return, and watchers wake, when the change can be read; all of one turn of the loop are one transaction."""
+    writer = LedgerWriter(tmp_path / FILE_NAME)
+    local = LocalLedgerClient(writer)
+    local.take_back([], "nothing")
+    await local.dispatch([Dispatch(id_of(row), 0) for row in range(4)], CURSOR)
+    assert read_samples(tmp_path)["dispatched"] == 4
+    flushes = []
+    flush = writer.flush
+    writer.flush = lambda: (flushes.append(writer.dirty), flush())
+    watch = asyncio.ensure_future(local.watch(0, timeout=60))
+    ends = [asyncio.ensure_future(local.end([End(id_of(row), "failed", "lost")])) for row in range(4)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in (watch, *ends))
+    assert read_samples(tmp_path)["failed"] == 0
+    late = asyncio.ensure_future(local.watch(0, timeout=60))  # it would have its events at once
+    await asyncio.gather(*ends, late)
+    assert (await watch).seq == late.result().seq == read_samples(tmp_path)["failed"] == 4
+    assert flushes == [True]
+    local.close()
+
+
+async def test_what_is_said_again_is_no_error_and_changes_nothing(ledger):
+    client, local = ledger
+    for _ in range(2):
+        await client.dispatch([Dispatch(id_of(row), 3) for row in (1, 2)], CURSOR)
+    local.queue([id_of(1), id_of(2)])
+    for _ in range(2):
+        await client.end([End(id_of(1), "expired", "stale", reissue=True)])
+    for _ in range(2):
+        await client.finish_step(StepRecord(1, 0, (End(id_of(2), "trained"),)))
+        await client.checkpointed(1)
+    for _ in range(2):
+        await client.finish_training(1)
+    assert (await client.watch(0, timeout=60)).seq == 4
+
+
+async def test_a_rollouter_that_starts_learns_where_everything_stands(ledger):
+    client, local = ledger
+    await client.dispatch([Dispatch(id_of(row), 3) for row in range(5)], CURSOR)
+    local.queue([id_of(1)])
+    await client.end([End(id_of(0), "failed", "lost", reissue=True)])
+    members = {id_of(2): {0, 1}, id_of(3): {1}}
+    local.held = lambda: Held(2, scored=[id_of(1)], members=members)
+    resumption = await client.resume_rollouter()
+    assert resumption.live == (LiveGroup(id_of(1), 3, "queued"), LiveGroup(id_of(2), 3, "in_flight"))
+    assert resumption.returned == (ReturnedGroup(id_of(3), (0,)), ReturnedGroup(id_of(4), (0, 1)))
+    assert (resumption.owed, resumption.cursor, resumption.seq) == ((id_of(0, 1),), CURSOR, 1)
+    assert (resumption.finished_steps, resumption.final_version, resumption.failures_by_row) == (0, None, {0: 1})
+    assert await client.live() == list(resumption.live)
+    await client.restart([Dispatch(id_of(3), 5), Dispatch(id_of(4), 5)])
+    assert [(group.id.row, group.start_version) for group in await client.live()] == [(1, 3), (2, 3), (3, 5), (4, 5)]
+
+
+async def test_a_checkpoint_of_a_step_that_is_not_finished_is_refused(ledger):
+    client, _ = ledger
+    with pytest.raises(LedgerError, match="0 steps are finished"):
+        await client.checkpointed(1)
+
+
+async def test_a_call_survives_the_ledgers_process(tmp_path):
+    """No answer comes from the first; the second, at the same address, is asked again."""
     local = LocalLedgerClient(LedgerWriter(tmp_path / FILE_NAME))
-    await local.dispatch([Dispatch(id_of(1), 0)], CURSOR)
-    assert read_samples(tmp_path)["dispatched"] == 0
-    await until(lambda: read_samples(tmp_path)["dispatched"] == 1)
+    asked = asyncio.Event()
+
+    async def silent(**params):
+        asked.set()
+        await asyncio.sleep(3600)
+
+    first = RpcServer({"ledger.dispatch": silent})
+    address = await first.start()
+    client = RpcClient(address)
+    ledger = RpcLedgerClient(client, deadline=60, try_seconds=0.2)
+    call = asyncio.ensure_future(ledger.dispatch([Dispatch(id_of(1), 0)], CURSOR))
+    await asyncio.wait_for(asked.wait(), 10)
+    await first.close()
+    second = RpcServer(ledger_handlers(local, local.samples), bind=address)
+    await second.start()
+    await asyncio.wait_for(call, 30)
+    assert read_samples(tmp_path)["dispatched"] == 1
+    await client.close()
+    await second.close()
     local.close()
 
 
@@ -184,7 +262,8 @@ async def test_a_file_that_refuses_stops_the_ledger_and_everybody_learns_of_it(t
         watch = asyncio.ensure_future(client.watch(0, timeout=60))
         await until(lambda: local.num_watching == 1)
         monkeypatch.setattr(writer, "flush", refuse)
-        await client.dispatch([Dispatch(id_of(1), 0)], CURSOR)
+        with pytest.raises(LedgerError, match="the disk is full"):
+            await client.dispatch([Dispatch(id_of(1), 0)], CURSOR)
         with pytest.raises(LedgerError, match="the disk is full"):
             async with asyncio.timeout(10):
                 await local.until_failed()

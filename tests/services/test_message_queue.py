@@ -170,7 +170,8 @@ async def test_a_ledger_file_that_refuses_ends_the_service_by_its_reason(tmp_pat
     parts = Parts(service, await service.start())
     run = asyncio.ensure_future(service.run({}))
     monkeypatch.setattr(LedgerWriter, "flush", refuse)
-    await parts.dispatch(0)
+    with pytest.raises(LedgerError, match="the disk is full"):
+        await parts.dispatch(0)
     with pytest.raises(LedgerError, match="the disk is full"):
         async with asyncio.timeout(10):
             await run
