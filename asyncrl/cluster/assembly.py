@@ -105,6 +105,7 @@ def _server_device() -> str:
 
 
 def _trainer(spec: RunSpec, row: Row, life: Life) -> Service:
+    from asyncrl.checkpoint import read_checkpoint
     from asyncrl.engines.fsdp import FsdpLauncher
     from asyncrl.services.trainer import TrainerService
 
@@ -115,7 +116,16 @@ def _trainer(spec: RunSpec, row: Row, life: Life) -> Service:
         return _trainer_parts(spec, config, rank, life, book, engine)
 
     launcher = FsdpLauncher(config, model_path=model_folder(config.model.path), rank=rank)
-    return TrainerService(config, Path(spec.run_dir), rank, launcher=launcher, connect=connect, clock=CLOCK)
+    return TrainerService(
+        config,
+        Path(spec.run_dir),
+        rank,
+        launcher=launcher,
+        connect=connect,
+        clock=CLOCK,
+        incarnation=life.incarnation,
+        resume=read_checkpoint(Path(life.checkpoint)) if life.checkpoint is not None else None,
+    )
 
 
 def _trainer_parts(spec: RunSpec, config: Config, rank: int, life: Life, book: AddressBook, engine: Any) -> TrainerParts:
