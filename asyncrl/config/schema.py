@@ -167,7 +167,11 @@ class QueueConfig(Section):
     capacity: Whole = Field(256, ge=1, description="Most messages waiting per topic: trajectories in rollouts, groups in scored.")
     capacity_megabytes: float = Field(256.0, gt=0, description="Most bytes waiting per topic, in megabytes (10^6).")
     durability: Literal["none", "process", "power"] = Field(
-        "none", description="What accepted messages survive: nothing, the queue's death, or a power cut."
+        "none",
+        description="What accepted messages survive. none: nothing; what was queued when the queue's process ends is generated again. process: the end of any process of the run, power cuts apart (payloads are written to a file before the sender hears of their acceptance). power: a power cut too (the file is synced first; slower).",
+    )
+    reconnect_seconds: float = Field(
+        60.0, gt=0, description="A queue that does not answer for this long, while its process is started again, ends the caller."
     )
     lease_seconds: float = Field(
         30.0, gt=0, description="A consumer or producer silent for this long is taken for dead: its leases and credits return."
@@ -263,6 +267,10 @@ class TrackingConfig(Section):
 
 class ClusterConfig(Section):
     ray_address: str | None = Field(None, description="Address of a running Ray cluster; null starts one for this run.")
+    state_dir: str | None = Field(
+        None,
+        description="Local folder for the ledger and the queue's journal, which a network file system cannot keep; each run takes a folder of its own in it. null: the run directory.",
+    )
     start_timeout_seconds: float = Field(120.0, gt=0, description="Every service must be up by then.")
     stop_grace_seconds: float = Field(10.0, gt=0, description="Time a service has to end by itself before it is killed.")
     max_restarts: Whole = Field(
