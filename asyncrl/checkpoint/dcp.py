@@ -7,6 +7,7 @@ itself, without a process group. Nothing but tensors goes in: no pickled object 
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DTYPE_PREFIX = "torch."
+UNREADABLE = (pickle.UnpicklingError, zipfile.BadZipFile, EOFError)
 
 
 class _Writer(FileSystemWriter):
@@ -87,10 +89,10 @@ class DcpFiles:
             plan = reader.prepare_local_plan(planner.create_local_plan())
             (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
             reader.read_data(planner.finish_plan(plan), planner).wait()
-        except (OSError, RuntimeError, ValueError, KeyError, AssertionError, zipfile.BadZipFile) as error:
+        except (*UNREADABLE, OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
+            why = "its bytes are none" if isinstance(error, UNREADABLE) else f"{type(error).__name__}: {_first_line(error)}"
             raise CheckpointError(
-                f"a checkpoint gives back every tensor that was put in, and {folder} does not "
-                f"({type(error).__name__}: {_first_line(error)}): use another checkpoint"
+                f"a checkpoint gives back every tensor that was put in, and {folder} does not ({why}): use another checkpoint"
             ) from error
 
 

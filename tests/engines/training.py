@@ -76,10 +76,10 @@ def poisoned(whole: TrainBatch, index: int = 0) -> TrainBatch:
 
 
 @contextlib.contextmanager
-def engine_of_one_rank(model: Path, settings: Config) -> Iterator[Any]:
+def engine_of_one_rank(model: Path, settings: Config, files: Any = None) -> Iterator[Any]:
     from asyncrl.engines.fsdp import FsdpLauncher
 
-    launcher = FsdpLauncher(settings, model_path=model, rank=0)
+    launcher = FsdpLauncher(settings, model_path=model, rank=0, files=files)
     launcher.prepare()
     engine = launcher.join("")
     try:
