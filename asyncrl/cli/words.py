@@ -12,11 +12,14 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+KEPT = "\n\t\u200c\u200d"
+
+
 def visible(text: str) -> str:
     """Text that a model wrote, safe to print: control characters (an escape can repaint the terminal) and half characters become
-    their Python escapes; line breaks and tabs stay."""
+    their Python escapes; line breaks, tabs and joiners stay."""
     return "".join(
-        character if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs") else ascii(character)[1:-1]
+        character if character in KEPT or unicodedata.category(character) not in ("Cc", "Cf", "Cs") else ascii(character)[1:-1]
         for character in text
     )
 
