@@ -48,6 +48,10 @@ class Launched:
     def summary(self) -> dict[str, Any]:
         return dict(json.loads((self.run_dir / "summary.json").read_text()))
 
+    @property
+    def started(self) -> dict[str, Any]:
+        return dict(json.loads((self.run_dir / "run.json").read_text()))
+
     def lines(self, name: str) -> list[dict[str, Any]]:
         path = self.run_dir / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
