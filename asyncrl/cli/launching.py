@@ -15,6 +15,7 @@ from asyncrl.cli.boundary import EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.cli.checking import plan_of, plan_text
 from asyncrl.cli.summary import summary_text
 from asyncrl.cli.words import print_json
+from asyncrl.config.plan import make_plan
 from asyncrl.pipeline import Pipeline, Run
 from asyncrl.pipeline.resuming import folder_to_resume
 from asyncrl.pipeline.run_dir import check_run_dir
@@ -43,11 +44,15 @@ def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume
         ending.take(run)
         if not as_json:
             print(f"run directory: {_short(run.run_dir)}", *run.resumed, sep="\n", flush=True)
+            for note in make_plan(pipeline.config, pipeline.facts).notes:
+                print(f"note: {note}", flush=True)
         summary = _wait(run, ending)
     if as_json:
         print_json({**summary, "run_dir": str(run.run_dir)})
     else:
         mlflow = pipeline.config.tracking.mlflow
+        if summary["status"] == "finished" and summary["steps"] < pipeline.config.training.steps:
+            print(f"note: the data ended before {pipeline.config.training.steps} steps were trained (data.epochs)")
         again = run.run_dir / "config.yaml" if overrides else file
         _last_word(again, run.run_dir, summary, mlflow_uri=mlflow.uri if mlflow is not None else None)
     return EXIT_CODES[summary["status"]]

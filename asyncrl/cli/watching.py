@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Mapping
@@ -161,9 +162,11 @@ def _screen(found: Mapping[str, Any]) -> Group:
     services = Table("service", "pid", "state", "version", box=None, header_style="dim")
     for row in found["services"]:
         services.add_row(*(("" if row.get(key) is None else str(row[key])) for key in ("name", "pid", "state", "version")))
+    shown = [(Text(name, style="dim"), value) for name, value in figures(found)]
+    rows = (len(shown) + 1) // 2
     values = Table(box=None, show_header=False)
-    for name, value in figures(found):
-        values.add_row(Text(name, style="dim"), value)
+    for left, right in itertools.zip_longest(shown[:rows], shown[rows:], fillvalue=("", "")):  # all in the 24 lines of a terminal
+        values.add_row(*left, *right)
     bar = ProgressBar(total=found.get("steps") or 1, completed=found["step"])
     return Group(
         Text(_headline(found), style="bold"), bar, Text(""), services, Text(""), values, Text("Ctrl-C leaves", style="dim")

@@ -100,3 +100,10 @@ def test_figures_that_mlflow_did_not_take_are_spoken_of(fake_launch: Any, tmp_pa
     fake_launch(status="failed", error="x")
     outcome = asyncrl("launch", QUICKSTART, "--run-dir", tmp_path)
     assert f"python -m asyncrl.tracking.replay {tmp_path}" in outcome.err
+
+
+def test_notes_of_the_plan_are_said_and_so_is_an_early_end_of_the_data(fake_launch: Any) -> None:
+    fake_launch(steps=49)
+    said = asyncrl("launch", QUICKSTART, "--set", "data.epochs=1").out
+    assert "note: data.train has 796 rows, visited 1 times" in said
+    assert "note: the data ended before 500 steps were trained" in said
