@@ -39,7 +39,7 @@ def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume
             print(plan_text(plan))
         return 0
     pipeline = Pipeline.from_yaml(file, overrides)
-    with _ending_on_signals() as ending:
+    with _ending_on_signals(preemption_seconds=pipeline.config.cluster.preemption_grace_seconds) as ending:
         run = pipeline.launch(run_dir, resume=resume, progress=not as_json)
         ending.take(run)
         if not as_json:
@@ -69,12 +69,14 @@ def _wait(run: Run, ending: _Ending) -> dict[str, Any]:
 
 
 class _Ending:
-    """The first signal asks the run to stop, as soon as there is one; the second ends this process and its children at once."""
+    """The first signal asks the run to stop, as soon as there is one (SIGTERM: within preemption_seconds); the second ends this
+    process and its children at once."""
 
-    def __init__(self, signals: tuple[signal.Signals, ...]) -> None:
-        self.signals = signals
+    def __init__(self, signals: tuple[signal.Signals, ...], preemption_seconds: float) -> None:
+        self.signals, self._preemption_seconds = signals, preemption_seconds
         self._run: Run | None = None
         self._asked = False
+        self._seconds: float | None = None
 
     def listen(self) -> None:
         for which in self.signals:
@@ -83,24 +85,25 @@ class _Ending:
     def take(self, run: Run) -> None:
         self._run = run
         if self._asked:
-            run.stop()
+            run.stop(self._seconds)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self._asked:
             _end_at_once(self._run)
         self._asked = True
+        self._seconds = self._preemption_seconds if number == signal.SIGTERM else None
         os.write(2, f"\n{name}: ending the run cleanly; once more ends it at once\n".encode())
         if self._run is not None:
-            self._run.stop()
+            self._run.stop(self._seconds)
 
 
 @contextmanager
-def _ending_on_signals() -> Iterator[_Ending]:
+def _ending_on_signals(*, preemption_seconds: float) -> Iterator[_Ending]:
     before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup: a closed terminal is none of the run's business
         del before[signal.SIGHUP]
-    ending = _Ending(tuple(before))
+    ending = _Ending(tuple(before), preemption_seconds)
     ending.listen()
     try:
         yield ending

@@ -124,7 +124,9 @@ class RolloutConfig(Section):
         300.0, gt=0, description="Deadline of one generation, the wait for a server that takes traffic included."
     )
     quarantine_after: Whole = Field(
-        3, ge=0, description="A prompt of which this many attempts in a row failed is not generated any more; 0 always tries again."
+        3,
+        ge=0,
+        description="A prompt of which this many attempts in a row failed is not generated any more; 0 always tries again.",
     )
 
 
@@ -273,6 +275,7 @@ class ClusterConfig(Section):
     )
     start_timeout_seconds: float = Field(120.0, gt=0, description="Every service must be up by then.")
     stop_grace_seconds: float = Field(10.0, gt=0, description="Time a service has to end by itself before it is killed.")
+    preemption_grace_seconds: float = Field(30.0, gt=0, description="After SIGTERM the run has saved and ended within this time.")
     max_restarts: Whole = Field(
         0, ge=0, description="How often a lost process is started again while the run makes no new step; 0 ends the run at once."
     )

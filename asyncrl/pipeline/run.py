@@ -24,7 +24,7 @@ class EndedRun:
     async def supervise(self) -> dict[str, Any]:
         return self.summary
 
-    def request_stop(self) -> None:
+    def request_stop(self, seconds: float | None = None) -> None:
         """There is nothing to stop."""
 
     async def status(self) -> dict[str, Any]:
@@ -74,10 +74,11 @@ class Run:
         assert self._summary is not None, "a run ends with a summary or an error"
         return self._summary
 
-    def stop(self) -> None:
-        """Ask the run to end, as interrupted. Returns at once."""
+    def stop(self, seconds: float | None = None) -> None:
+        """Ask the run to end, as interrupted, with a checkpoint where they are on. Returns at once. seconds: all the time that
+        there is for it."""
         if self._loop is not None and self._supervisor is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._supervisor.request_stop)
+            self._loop.call_soon_threadsafe(self._supervisor.request_stop, seconds)
 
     @property
     def done(self) -> bool:

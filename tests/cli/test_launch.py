@@ -28,7 +28,7 @@ class FakeRun:
             assert self.stopped.wait(10)
         return self.ending
 
-    def stop(self) -> None:
+    def stop(self, seconds: float | None = None) -> None:
         self.stopped.set()
 
 

@@ -39,7 +39,7 @@ class Process:
         await self._answers.wait()
         return self.summary
 
-    async def stop(self) -> None:
+    async def stop(self, seconds: float | None = None) -> None:
         await self._answers.wait()
         self.stopped.set()
 

@@ -33,6 +33,7 @@ SETTLE_SECONDS = 2.0  # after a failure that ends the run: time for the true cau
 LOSSES_SETTLE_SECONDS = 0.5  # after a lost process: time for those to show that were lost with it
 CALL_SECONDS = 2.0  # a service that does not answer within this is not answering
 HELD_SECONDS = 30.0
+LAST_WORDS_SECONDS = 2.0  # of the time that the trainer is given to stop, for what follows its last checkpoint
 REANNOUNCE_SECONDS = 60.0
 
 
@@ -219,31 +220,34 @@ class Lives:
             if client is not None:
                 await client.close()
 
-    async def stop(self, *, patient: bool) -> None:
-        """Ask the rows to stop, role by role in STOP_ORDER; kill what is still there after the grace."""
-        grace = self._config.cluster.stop_grace_seconds
-        deadline = self._clock.now() + (2 * grace if patient else grace)
+    async def stop(self, seconds: float) -> None:
+        """Ask the rows to stop, role by role in STOP_ORDER, and kill what is still there after `seconds`, or after
+        cluster.stop_grace_seconds, whichever is less; the trainer, which saves its last checkpoint, has all of them."""
+        deadline = self._clock.now() + seconds
         for role in STOP_ORDER:
             tasks = [task for task, row in self._runs.items() if row.role == role]
             if not tasks:
                 continue
             rows = [self._runs[task] for task in tasks]
             await self._hearing.ask(rows, CALL_SECONDS)
-            await asyncio.gather(*map(self._ask_to_stop, rows))
             left = max(deadline - self._clock.now(), 1.0)
+            if role != "trainer":
+                left = min(left, self._config.cluster.stop_grace_seconds)
+            await asyncio.gather(*(self._ask_to_stop(row, left) for row in rows))
             done, late = await asyncio.wait(tasks, timeout=left)
             for failure in self._collect(done):
                 log.warning("while stopping: %s", failure)
             for task in late:
-                log.warning("%s did not stop within %.0f s (cluster.stop_grace_seconds): killed", self._runs[task].name, left)
+                log.warning("%s did not stop within %.0f s: killed", self._runs[task].name, left)
                 self._runtime.kill(self._runs[task])
         await cancel(list(self._runs))
         for client in self._clients.values():
             await client.close()
 
-    async def _ask_to_stop(self, row: Row) -> None:
+    async def _ask_to_stop(self, row: Row, seconds: float) -> None:
+        wish = {"seconds": max(seconds - LAST_WORDS_SECONDS, 0.0)} if row.role == "trainer" else {}
         try:
-            await self.client(row.name).call("stop", timeout=CALL_SECONDS)
+            await self.client(row.name).call("stop", timeout=CALL_SECONDS, **wish)
         except TransportError as silent:
             log.warning("%s did not take the request to stop: %s", row.name, silent)
 

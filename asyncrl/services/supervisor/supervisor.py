@@ -66,9 +66,17 @@ class Supervisor:
         self._latest: dict[str, float] = {}
         self._known_mlflow_run_id: str | None = None
         self._stop = asyncio.Event()
+        self._stop_seconds: float | None = None
         self._started_wall = clock.wall()
+        self._evaluations: dict[int, dict[str, float]] = {}
         self._rpc = RpcServer(
-            {"status": self.status, "stop": self.request_stop, "track": self.track, "book": lambda: self._lives.book}
+            {
+                "status": self.status,
+                "stop": self.request_stop,
+                "track": self.track,
+                "evaluations": self.evaluations,
+                "book": lambda: self._lives.book,
+            }
         )
 
     # ---- the life of a run -------------------------------------------------------------------------------------
@@ -85,7 +93,7 @@ class Supervisor:
         await self._announce()
         status, error = await self._live()
         self._set_state("stopping")
-        await self._whatever_happens("ending the services", self._lives.stop(patient=status == "finished"))
+        await self._whatever_happens("ending the services", self._lives.stop(self._seconds_to_stop(status)))
         await self._whatever_happens("closing the runtime", self._runtime.close())
         await self._whatever_happens("reading the ledger", self._complete_reports())
         summary = self._write_summary(status, error)
@@ -118,6 +126,17 @@ class Supervisor:
     async def _announce(self) -> None:
         await self._rpc.start()
         self._write_json("run.json", self._whereabouts())
+
+    def _seconds_to_stop(self, status: Status) -> float:
+        """What the services get to end by themselves: twice cluster.stop_grace_seconds where their work is over; where it is cut
+        short what the stop allows, else the time of a checkpoint besides."""
+        grace = self.config.cluster.stop_grace_seconds
+        if status == "finished":
+            return 2 * grace
+        if status == "interrupted" and self._stop_seconds is not None:
+            return self._stop_seconds
+        saves = status == "interrupted" and self.config.checkpoint.every > 0
+        return grace + (self.config.checkpoint.timeout_seconds if saves else 0.0)
 
     def _note(self) -> None:
         """Somebody has come up, or is known by now."""
@@ -210,8 +229,9 @@ class Supervisor:
 
     # ---- remote calls ------------------------------------------------------------------------------------------
 
-    def request_stop(self) -> None:
-        """End the run soon, as interrupted."""
+    def request_stop(self, seconds: float | None = None) -> None:
+        """End the run soon, as interrupted, with a checkpoint where they are on. seconds: all the time that there is for it."""
+        self._stop_seconds = seconds
         self._stop.set()
 
     def track(self, batch: Sequence[Sequence[Any]]) -> None:
@@ -222,11 +242,17 @@ class Supervisor:
                 raise MalformedFrame(f"metrics are [axis, step, {{name: number}}], found {record!r:.80}")
         for axis, step, metrics in batch:
             self._latest.update(metrics)
+            if axis == "eval":
+                self._evaluations[step] = dict(metrics)
             if axis == "trainer":
                 self._lives.policy.step_finished(step)
             self._metrics.log(axis, step, metrics)
         if self._metrics.mlflow_run_id != self._known_mlflow_run_id:
             self._note()
+
+    def evaluations(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of that metric of every evaluation that this launch of the run has seen."""
+        return [(step, metrics[name]) for step, metrics in self._evaluations.items() if name in metrics]
 
     async def status(self) -> dict[str, Any]:
         """The run's state, one row per process, and the newest figures."""
