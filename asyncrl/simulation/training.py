@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +109,11 @@ class FakeTrainingEngine:
         """Nothing to give up."""
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        """The loop's time, virtual or not; the machine's in a thread of its own."""
+        try:
+            return asyncio.get_running_loop().time()
+        except RuntimeError:
+            return time.monotonic()
 
 
 @dataclass

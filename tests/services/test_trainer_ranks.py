@@ -9,11 +9,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from asyncrl.checkpoint.dcp import DcpFiles
 from asyncrl.clock import SystemClock
-from asyncrl.errors import MalformedFrame, TransportError
+from asyncrl.errors import CheckpointError, MalformedFrame, TransportError
 from asyncrl.protocols import TrainBatch
 from asyncrl.services.trainer import TrainerParts, TrainerService
-from asyncrl.services.trainer.commands import Publish, Stop, Tick, Train, decode_command, encode_command
+from asyncrl.services.trainer.commands import (
+    FinishSave,
+    Load,
+    Publish,
+    Save,
+    Stop,
+    Tick,
+    Train,
+    decode_command,
+    encode_command,
+)
 from asyncrl.services.trainer.ranks import Ranks, follow
 from asyncrl.simulation.training import FakeLauncher, FakeTrainingEngine
 from tests.engines.training import VOCAB, batch, config, engine_of_one_rank, group
@@ -23,7 +34,9 @@ from tests.services.trainer_world import ListPublisher
 # ---- commands --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [Tick(), Publish(7, 1), Stop("rank 0 failed"), Stop()])
+@pytest.mark.parametrize(
+    "command", [Tick(), Publish(7, 1), Save("run/a"), FinishSave(2.5), Load("run/b"), Stop("rank 0 failed"), Stop()]
+)
 def test_commands_travel_whole(command):
     assert decode_command(encode_command(command)) == command
 
@@ -97,6 +110,25 @@ async def test_a_follower_does_what_the_leader_does():
     assert [len(engine.batches) for engine in pair.engines] == [1, 1]
 
 
+async def test_a_save_that_fails_on_every_rank_leaves_them_in_step(tmp_path):
+    pair = Pair()
+    following = asyncio.create_task(follow(pair.engines[1], pair.publishers[1], asyncio.to_thread))
+    leader = Ranks(pair.engines[0], pair.publishers[0], asyncio.to_thread)
+    for engine in pair.engines:
+        engine.save_failure, engine.save_seconds = (lambda folder: "the disk is full"), 0.0
+    await leader.begin_save(str(tmp_path))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        await leader.finish_save(5.0)
+    with pytest.raises(CheckpointError, match="holds no state"):
+        await leader.load(str(tmp_path / "none"))
+    await leader.load(str(tmp_path))
+    await leader.train(batch(1))
+    await leader.dismiss("")
+    await following
+    assert [engine.loaded for engine in pair.engines] == [str(tmp_path)] * 2
+    assert [len(engine.batches) for engine in pair.engines] == [1, 1]
+
+
 async def test_ranks_out_of_step_are_told_nothing_more():
     pair = Pair()
     leader = Ranks(pair.engines[0], pair.publishers[0], asyncio.to_thread)
@@ -143,7 +175,7 @@ def engine(request, tmp_path_factory):
         yield FakeTrainingEngine()
         return
     model = tiny_model(tmp_path_factory.mktemp("model"), vocab=VOCAB)
-    with engine_of_one_rank(model, config()) as real:
+    with engine_of_one_rank(model, config(), DcpFiles()) as real:
         yield real
 
 
@@ -167,3 +199,18 @@ def test_a_batch_of_one_group_trains(engine):
 def test_rank_zero_hears_its_own_broadcast(engine):
     assert (engine.rank, engine.world_size) == (0, 1)
     assert engine.broadcast(b"payload") == b"payload"
+
+
+def test_what_is_saved_is_loaded_and_a_save_is_finished_before_the_next(engine, tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        assert engine.begin_save(str(tmp_path / name)) >= 0
+        assert engine.finish_save(60.0) >= 0
+        assert engine.save_done()
+        engine.load(str(tmp_path / name))
+    assert engine.train(batch(2)).updates == 1
+
+
+def test_a_folder_without_a_state_is_no_checkpoint(engine, tmp_path):
+    with pytest.raises(CheckpointError):
+        engine.load(str(tmp_path))

@@ -219,7 +219,7 @@ def test_a_resumed_trainer_goes_on_from_the_checkpoints_step_as_if_nothing_had_h
     assert [version for version, _ in after.publisher.staged] == [2, 3]
     assert after.lines("batches") == whole.lines("batches")
     assert [row["step"] for row in after.lines("metrics")] == [1, 2, 3, 4, 5, 6]
-    assert [row["lr"] for row in after.lines("metrics")] == [row["lr"] for row in whole.lines("metrics")]
+    assert [row["learning_rate"] for row in after.lines("metrics")] == [row["learning_rate"] for row in whole.lines("metrics")]
     assert {line["step"] for line in after.lines("samples")} == {1, 2, 3, 4, 5, 6}
     mine, theirs = after.service.summary(), whole.service.summary()
     for name in ("steps", "policy_version", "reward", "staleness", "trajectories", "tokens"):

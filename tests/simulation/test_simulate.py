@@ -9,8 +9,10 @@ import zlib
 
 import pytest
 
+from asyncrl.checkpoint import Checkpoints
+from asyncrl.config.schema import CheckpointConfig
 from asyncrl.errors import RunError
-from asyncrl.services.rollouter import rollouter
+from asyncrl.services.rollouter import admission
 from asyncrl.simulation.simulate import World, simulate
 from tests.services.rollouter_parts import make_config
 
@@ -195,7 +197,19 @@ def test_the_same_run_twice_is_the_same(tmp_path):
 
 
 def test_an_admission_that_is_too_generous_is_seen(tmp_path, monkeypatch):
-    generous = rollouter.may_start
-    monkeypatch.setattr(rollouter, "may_start", lambda *values: generous(*values) + 1)
+    generous = admission.may_start
+    monkeypatch.setattr(admission, "may_start", lambda *values: generous(*values) + 1)
     with pytest.raises(AssertionError, match="allowed"):
         run(tmp_path, steps=20)
+
+
+def test_checkpoints_are_made_and_told_to_the_ledger_while_everything_goes_on(tmp_path):
+    config = make_config(
+        rollout={"max_response_tokens": SLOW, "generation_retries": 0},
+        training={"steps": 60, "groups_per_step": 2, "data_timeout_seconds": 300.0},
+    ).model_copy(update={"checkpoint": CheckpointConfig(every=10, keep=3)})
+    simulated = simulate(config, tmp_path, prompts=PROMPTS, world=ROUGH)
+    assert_nothing_is_left(simulated)
+    saved = Checkpoints(tmp_path).complete()
+    assert [info.step for info in saved] == [40, 50, 60]
+    assert saved[-1].state["tally"]["tokens"] == simulated.summary["trainer/0"]["tokens"]["trained"]
