@@ -56,6 +56,17 @@ class Launched:
         path = self.run_dir / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def lines_so_far(self, name: str) -> list[dict[str, Any]]:
+        """The whole lines of a file that is being written, or cut, just now."""
+        path = self.run_dir / name
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait for it, unless the run ends first."""
+        until(lambda: condition() or self.process.poll() is not None, seconds, what)
+        assert self.process.poll() is None, self.text
+
     def command(self, name: str, *options: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
         return asyncrl(name, str(self.run_dir), *options, seconds=seconds)
 

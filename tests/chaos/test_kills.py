@@ -1,0 +1,91 @@
+"""Processes killed with -9 while a run goes on: it goes on, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.witness import faults
+from tests.end_to_end.runs import Launched, leftovers
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
+
+BACK_SECONDS = 30.0
+SETS = (
+    "eval.every=0",
+    "eval.samples=64",
+    "training.groups_per_step=4",
+    "rollout.max_concurrent=64",
+    "checkpoint.every=10",
+    "reward.workers=2",
+    "cluster.max_restarts=5",
+)
+KINDS = ("message_queue", "rollouter", "reward", "reward/1", "inference/0", "parameter_sync", "trainer/0")
+
+
+class Chaos:
+    """Kills rows of one run, one after the other, and sees each come back."""
+
+    def __init__(self, run: Launched, seed: int):
+        self.run, self.random = run, random.Random(seed)
+        self.slowest = 0.0
+
+    def kill(self, row: str) -> None:
+        """Kill this row, wait until it is back and a further step is made, then a random moment longer."""
+        pid = self.run.started["processes"][row][0]
+        steps = self._steps()
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        self._until(lambda: self.run.started["processes"][row][0] != pid, BACK_SECONDS, f"{row} is back")
+        self.slowest = max(self.slowest, time.monotonic() - began)
+        self._until(lambda: self._steps() != steps, 90, f"a step after {row} was killed")
+        time.sleep(self.random.uniform(0, 2))
+
+    def _steps(self) -> int:
+        return len(self.run.lines_so_far("metrics.jsonl"))
+
+    def _until(self, condition, seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.run.process.poll() is None, f"the run ended before {what}:\n{self.run.text[-4000:]}"
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.run.text[-2000:]}"
+            time.sleep(0.05)
+
+
+def rounds_of_kills(tmp_path: Path, durability: str, rounds: int, steps: int, *, seed: int) -> None:
+    run = Launched(tmp_path / "run", *SETS, f"training.steps={steps}", f"queue.durability={durability}", short=False)
+    try:
+        run.until_step(2)
+        chaos = Chaos(run, seed)
+        for _ in range(rounds):
+            kinds = list(KINDS)
+            chaos.random.shuffle(kinds)
+            for row in kinds:
+                chaos.kill(row)
+        assert run.wait(600) == 0, run.text[-4000:]
+    finally:
+        run.wait(0) if run.process.poll() is None else None
+    assert run.summary["status"] == "finished"
+    assert run.summary["steps"] == steps
+    assert faults(run.run_dir) == []
+    audit = run.command("audit")
+    assert audit.returncode == 0, audit.stdout
+    assert leftovers(run.run_dir) == []
+    print(f"{durability}: {rounds * len(KINDS)} kills, slowest back after {chaos.slowest:.1f} s")
+
+
+@pytest.mark.timeout(400)
+def test_every_kind_of_process_killed_once(tmp_path: Path) -> None:
+    rounds_of_kills(tmp_path, "process", rounds=1, steps=200, seed=0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("durability", ["process", "none"])
+def test_every_kind_of_process_killed_ten_times(tmp_path: Path, durability: str) -> None:
+    rounds_of_kills(tmp_path, durability, rounds=10, steps=2500, seed=1)

@@ -1,0 +1,103 @@
+"""The whole run killed with -9 and launched again: it goes on where its checkpoint and its ledger stand."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.checkpoint import Checkpoints
+from tests.chaos.test_kills import SETS
+from tests.chaos.witness import faults
+from tests.end_to_end.runs import Launched, leftovers
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
+
+
+def kill_everything(run: Launched) -> None:
+    """The launcher and all below it, at once, as a machine that reboots."""
+    launcher = psutil.Process(run.process.pid)
+    for process in [launcher, *launcher.children(recursive=True)]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    run.process.wait(10)
+
+
+def killed_and_resumed(tmp_path: Path, durability: str, kills: int, steps: int, *, seed: int) -> None:
+    chance = random.Random(seed)
+    sets = (*SETS, f"training.steps={steps}", f"queue.durability={durability}")
+    for _ in range(kills):
+        run = Launched(tmp_path / "run", *sets, short=False)
+        before = len(run.lines_so_far("metrics.jsonl"))
+        run.until(lambda run=run, before=before: len(run.lines_so_far("metrics.jsonl")) != before, 90, "a further step")
+        time.sleep(chance.uniform(0, 3))
+        kill_everything(run)
+    run = Launched(tmp_path / "run", *sets, short=False)
+    assert run.wait(600) == 0, run.text[-4000:]
+    assert "the run goes on from the checkpoint of step" in run.text
+    assert run.summary["status"] == "finished"
+    assert run.summary["steps"] == steps
+    assert faults(run.run_dir) == []
+    audit = run.command("audit")
+    assert audit.returncode == 0, audit.stdout
+    assert leftovers(run.run_dir) == []
+
+
+@pytest.mark.timeout(300)
+def test_a_run_killed_once_goes_on(tmp_path: Path) -> None:
+    killed_and_resumed(tmp_path, "process", kills=1, steps=60, seed=0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("durability", ["process", "none"])
+def test_a_run_killed_ten_times_goes_on(tmp_path: Path, durability: str) -> None:
+    killed_and_resumed(tmp_path, durability, kills=10, steps=600, seed=1)
+
+
+ON_POLICY = (
+    *SETS, "rollout.max_staleness=0", "training.steps=60", "training.schedule=constant", "checkpoint.every=10", "eval.every=0",
+)  # fmt: skip
+
+
+def last_weights(run_dir: Path) -> dict[str, bytes]:
+    """The bytes of every file of the last checkpoint that holds tensors."""
+    newest = Checkpoints(run_dir).newest_complete()
+    assert newest is not None
+    return {path.name: path.read_bytes() for path in newest.folder.glob("*.distcp")}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.long
+@pytest.mark.parametrize("durability", ["process", "none"])
+def test_on_policy_a_killed_run_ends_with_the_very_parameters_of_an_undisturbed_one(tmp_path: Path, durability: str) -> None:
+    sets = (*ON_POLICY, f"queue.durability={durability}")
+    calm = Launched(tmp_path / "calm", *sets, short=False)
+    assert calm.wait(200) == 0, calm.text[-4000:]
+    run = Launched(tmp_path / "killed", *sets, short=False)
+    run.until_step(34)
+    kill_everything(run)
+    run = Launched(tmp_path / "killed", *sets, short=False)
+    assert run.wait(200) == 0, run.text[-4000:]
+    assert last_weights(tmp_path / "killed") == last_weights(tmp_path / "calm")
+
+
+@pytest.mark.timeout(200)
+def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
+    sets = (*SETS, "training.steps=40", "checkpoint.every=1000", "cluster.preemption_grace_seconds=20")
+    run = Launched(tmp_path / "run", *sets, short=False)
+    run.until_step(5)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait(25) == 130, run.text
+    step = run.summary["steps"]
+    run = Launched(tmp_path / "run", *sets, short=False)
+    assert run.wait(120) == 0, run.text
+    assert f"the run goes on from the checkpoint of step {step}" in run.text
+    assert faults(run.run_dir) == []
