@@ -86,6 +86,28 @@ def _context(config: Config, facts: Facts) -> Iterator[Problem]:
         )
 
 
+def _cache(config: Config, facts: Facts) -> Iterator[Problem]:
+    """What the embedded engine's cache of keys and values cannot serve."""
+    model = facts.model
+    if model is None or config.inference.engine != "embedded":
+        return
+    if model.other_state is not None:
+        yield Problem(
+            "model.path",
+            f"model.path is {config.model.path}, with layers ({model.other_state}) whose state is no cache of keys and values, "
+            "and the embedded engine has no other: use a model with attention alone",
+        )
+    rollout = config.rollout
+    served = config.inference.context_tokens or rollout.max_prompt_tokens + rollout.max_response_tokens
+    if model.attention_window is not None and served > model.attention_window:
+        yield Problem(
+            "rollout.max_response_tokens",
+            f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_response_tokens {rollout.max_response_tokens} "
+            f"(or inference.context_tokens) is {served}, but layers of {config.model.path} look back {model.attention_window} "
+            f"tokens at most, which the embedded engine does not do: lower them to {model.attention_window}",
+        )
+
+
 def _group_of_one(config: Config, facts: Facts) -> Iterator[Problem]:
     name = config.algorithm.advantage.name
     if config.rollout.group_size == 1 and name in ("grpo", "rloo"):
@@ -279,6 +301,7 @@ CHECKS: tuple[Check, ...] = (
     _data_rows,
     _group_of_one,
     _context,
+    _cache,
     _on_policy,
     _agent,
     _rewards,

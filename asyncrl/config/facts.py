@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """context_tokens: the model's own limit. The rest sizes memory; None where config.json does not say."""
+    """context_tokens: the model's own limit. attention_window: tokens that some layer looks back at most. other_state: layers
+    whose state is no cache of keys and values. The rest sizes memory; None where config.json does not say."""
 
     context_tokens: int | None = None
     parameters: int | None = None
@@ -20,6 +21,8 @@ class ModelFacts:
     head_dim: int | None = None
     vocabulary: int | None = None
     architecture: str | None = None
+    attention_window: int | None = None
+    other_state: str | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ BUILTIN_MODELS: Mapping[str, ModelFacts] = {
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+STATE_SPACE = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 HUB_REACH_SECONDS = 3.0
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*[A-Za-z0-9]/[A-Za-z0-9][A-Za-z0-9_.-]*[A-Za-z0-9]")
@@ -115,7 +116,25 @@ def _config_facts(config: Mapping[str, Any], parameters: int | None) -> ModelFac
         head_dim=head_dim,
         vocabulary=_number(config, "vocab_size"),
         architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
+        attention_window=_attention_window(config),
+        other_state=_other_state(config),
     )
+
+
+def _attention_window(config: Mapping[str, Any]) -> int | None:
+    """As transformers reads it: by the layers' types; where there are none, a window counts unless it is switched off."""
+    layers = config.get("layer_types") or ()
+    for field, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
+        if kind in layers or (not layers and config.get("use_sliding_window", True)):
+            window = _number(config, field)
+            if window:
+                return window
+    return None
+
+
+def _other_state(config: Mapping[str, Any]) -> str | None:
+    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} & set(STATE_SPACE))
+    return ", ".join(kinds) or ("mamba" if "mamba" in str(config.get("model_type")) else None)
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int | None:

@@ -97,10 +97,10 @@ def test_a_dry_run_prints_the_plan_and_makes_no_folder(tmp_path: Path, monkeypat
     assert plan["memory_bytes"] > 0
 
 
-def test_resuming_a_folder_is_refused_as_not_built() -> None:
+def test_resuming_a_folder_that_holds_no_run_is_refused() -> None:
     outcome = asyncrl("launch", QUICKSTART, "--resume", "runs/before")
     assert outcome.code == 2
-    assert "not built yet" in outcome.err
+    assert "holds no run" in outcome.err
 
 
 def test_a_dry_run_refuses_the_folder_that_a_launch_would_refuse(tmp_path: Path) -> None:

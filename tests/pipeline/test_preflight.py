@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,6 +156,31 @@ def test_a_response_longer_than_the_models_own_context_is_refused(tmp_path: Path
     folder = model_folder(tmp_path / "model", context=20)
     (problem,) = problems_of(f"model.path={folder}")
     assert f"the context of {folder} is 20 tokens" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("says", "refused"),
+    [
+        ({"sliding_window": 20}, "look back 20 tokens"),
+        ({"sliding_window": 20, "use_sliding_window": False}, None),
+        ({"sliding_window": 20, "layer_types": ["full_attention"]}, None),
+        ({"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]}, "look back 20 tokens"),
+        ({"sliding_window": 24}, None),
+        ({"layer_types": ["linear_attention"]}, "linear_attention"),
+        ({"model_type": "mamba"}, "mamba"),
+    ],
+)
+def test_what_the_engine_cannot_cache_is_refused_before_anything_starts(
+    says: dict[str, Any], refused: str | None, tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | says))
+    if refused is None:
+        preflight(load_mapping(MINIMAL, [f"model.path={folder}"]))
+        return
+    (problem,) = problems_of(f"model.path={folder}")
+    assert refused in problem.message
 
 
 @pytest.mark.parametrize(
