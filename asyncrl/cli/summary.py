@@ -26,7 +26,15 @@ def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("responses", _responses(summary)),
         ("groups", _groups(summary["samples"])),
         ("new weights", _sync(summary["sync"])),
+        ("checkpoint", checkpoint_text(summary["checkpoints"]) if summary.get("checkpoints") else None),
     ]
+
+
+def checkpoint_text(told: Mapping[str, Any]) -> str:
+    """The newest one, and how many failed, as the trainer tells it."""
+    newest, failed = told.get("checkpoint"), told.get("checkpoints_failed")
+    text = "none" if newest is None else f"of step {newest}"
+    return f"{text}; {failed} failed, see logs/trainer-0.log" if failed else text
 
 
 def _change(figure: Mapping[str, Any], what: str) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.boundary import EXIT_FAILED
+from asyncrl.cli.summary import checkpoint_text, summary_text
 from asyncrl.cli.words import at, number, print_json, seconds, table
 from asyncrl.errors import RunError, TransportError
 from asyncrl.pipeline.run_folder import RunFolder
@@ -98,9 +99,10 @@ def status_text(found: Mapping[str, Any]) -> str:
     lines = [_headline(found)]
     if found["services"]:
         lines += ["", table(("service", "pid", "host", "state", "version"), [_service(row) for row in found["services"]])]
+    trainer = next((row for row in found["services"] if "checkpoints_failed" in row), None)
+    if trainer is not None:
+        lines += ["", f"checkpoint: {checkpoint_text(trainer)}"]
     if "summary" in found:
-        from asyncrl.cli.summary import summary_text
-
         lines += summary_text(found["summary"]).splitlines()[1:]
     return "\n".join(lines)
 

@@ -46,6 +46,15 @@ def test_status_of_a_live_run_shows_its_processes(tmp_path: Path) -> None:
     assert as_json["services"] == STATUS["services"]
 
 
+def test_status_says_which_checkpoint_is_the_newest_and_how_many_failed(tmp_path: Path) -> None:
+    told = {"checkpoint": 120, "checkpoints_failed": 2}
+    trainer = {"name": "trainer/0", "pid": 13, "host": "here", "state": "training", "version": 121, **told}
+    words = "of step 120; 2 failed, see logs/trainer-0.log"
+    with live_run(tmp_path / "live", {"status": lambda: {**STATUS, "services": [trainer]}}) as run:
+        assert f"checkpoint: {words}" in asyncrl("status", run).out
+    assert words in asyncrl("status", ended_run(tmp_path / "ended", checkpoints=told)).out
+
+
 def test_top_shows_reward_staleness_depths_idle_shares_and_tokens(tmp_path: Path) -> None:
     with live_run(tmp_path, {"status": lambda: STATUS}) as run:
         outcome, as_json = asyncrl("top", run, "--once"), asyncrl("top", run, "--json").json

@@ -239,7 +239,9 @@ class Leader:
         }
 
     def summary(self) -> dict[str, Any]:
-        return {"steps": self.finished_steps, "policy_version": self.version or 0, **self._tally.summary()}
+        saved = self._saving.status()
+        checkpoints = {"checkpoints": saved} if saved else {}
+        return {"steps": self.finished_steps, "policy_version": self.version or 0, **checkpoints, **self._tally.summary()}
 
     def _learning_rate(self, step: int) -> float:
         training = self._config.training
