@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from asyncrl.cli.boundary import EXIT_FAILED, EXIT_INTERRUPTED
+from asyncrl.cli.boundary import EXIT_INTERRUPTED
 from asyncrl.cli.checking import plan_of, plan_text
 from asyncrl.cli.summary import summary_text
 from asyncrl.cli.words import print_json
@@ -24,7 +24,6 @@ from asyncrl.tracking.spool import FILE_NAME as SPOOL
 from asyncrl.tracking.store import ui_command
 
 SLICE_SECONDS = 0.5
-EXIT_CODES = {"finished": 0, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}
 
 
 def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume: str, dry_run: bool, as_json: bool) -> int:
@@ -55,7 +54,7 @@ def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume
             print(f"note: the data ended before {pipeline.config.training.steps} steps were trained (data.epochs)")
         again = run.run_dir / "config.yaml" if overrides else file
         _last_word(again, run.run_dir, summary, mlflow_uri=mlflow.uri if mlflow is not None else None)
-    return EXIT_CODES[summary["status"]]
+    return int(summary["exit_code"])
 
 
 def _wait(run: Run, ending: _Ending) -> dict[str, Any]:

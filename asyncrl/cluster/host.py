@@ -20,6 +20,7 @@ from typing import Any
 
 from asyncrl import logs
 from asyncrl.cluster.spec import RunSpec
+from asyncrl.errors import UserError
 from asyncrl.services.service import AddressBook, Service
 from asyncrl.services.supervisor import Life, Row
 
@@ -35,7 +36,7 @@ def limit_threads() -> None:
 
 
 class ServiceHost:
-    """Hosts one service. Methods return ("ok", value) or ("failed", "Type: text")."""
+    """Hosts one service. Methods return ("ok", value), ("failed", "Type: text") or, for a user's mistake, ("refused", text)."""
 
     def __init__(self, spec: RunSpec, row: Row, life: Life):
         limit_threads()
@@ -78,6 +79,9 @@ class ServiceHost:
     def _guarded(self, work: Coroutine[Any, Any, Any]) -> tuple[str, Any]:
         try:
             return "ok", asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except UserError as mistake:
+            log.error("%s refuses: %s", self._row.name, mistake)
+            return "refused", str(mistake)
         except Exception as error:  # the boundary of the process: reported to the supervisor, which ends the run by this name
             log.exception("%s failed", self._row.name)
             return "failed", f"{type(error).__name__}: {error}"

@@ -153,7 +153,7 @@ class RayRuntime:
     def _unwrap(row: Row, answer: tuple[str, Any]) -> Any:
         outcome, value = answer
         if outcome != "ok":
-            raise RowFailed(row, value, lost=False)
+            raise RowFailed(row, value, lost=False, mistake=outcome == "refused")
         return value
 
     def kill(self, row: Row) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl.cli import main
 from asyncrl.config.load import load_config
 from asyncrl.services.supervisor.summary import empty_summary
+from asyncrl.services.supervisor.supervisor import EXIT_CODES
 from asyncrl.transport.rpc import RpcServer
 
 QUICKSTART = Path(__file__).parents[2] / "pipelines" / "quickstart.yaml"
@@ -49,7 +50,8 @@ def asyncrl(*arguments: str | Path) -> Outcome:
 
 def summary(**changes: Any) -> dict[str, Any]:
     """A summary.json as the supervisor writes it."""
-    return {**empty_summary(load_config(QUICKSTART).config), "status": "finished", "steps": 300, **changes}
+    values = {**empty_summary(load_config(QUICKSTART).config), "status": "finished", "steps": 300, **changes}
+    return {**values, "exit_code": EXIT_CODES[values["status"]]}
 
 
 def ended_run(folder: Path, **changes: Any) -> Path:

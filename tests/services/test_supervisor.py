@@ -358,3 +358,14 @@ def test_metrics_that_are_none_are_refused_whole(config, tmp_path, record):
     assert metrics.logged == []
     supervisor.track([["trainer", 1, {"step": 1.0, "lr": float("nan")}]])
     assert len(metrics.logged) == 1
+
+
+async def test_what_the_user_gave_wrong_is_said_alone_with_exit_code_2(config, tmp_path):
+    async def refuse(row: str, process: Process) -> None:
+        if row == "rollouter":
+            raise RowFailed(process.row, "row 3 of data.train has 900 tokens", lost=False, mistake=True)
+        await finishing(row, process)
+
+    summary = await supervisor_of(config, tmp_path, FakeRuntime({}, refuse)).supervise()
+    assert (summary["status"], summary["exit_code"]) == ("failed", 2)
+    assert summary["error"] == "rollouter: row 3 of data.train has 900 tokens"

@@ -29,10 +29,10 @@ class Row:
 
 
 class RowFailed(AsyncrlError):
-    """A row's process died (`lost`) or its service raised."""
+    """A row's process died (`lost`) or its service raised; `mistake`: it refused what the user gave it."""
 
-    def __init__(self, row: Row, reason: str, lost: bool):
-        self.row, self.reason, self.lost = row, reason, lost
+    def __init__(self, row: Row, reason: str, lost: bool, mistake: bool = False):
+        self.row, self.reason, self.lost, self.mistake = row, reason, lost, mistake
         super().__init__(f"{row.name}: {reason}")
 
 

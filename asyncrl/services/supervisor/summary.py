@@ -38,6 +38,7 @@ def empty_summary(config: Config) -> dict[str, Any]:
         "idle": {"trainer": None, "rollouter": None, "reward": None},
         "queue": {"capacity": config.queue.capacity, "max_depth": 0, "blocked_s": 0.0, "topics": {}},
         "mlflow_run_id": None,
+        "exit_code": 1,
     }
 
 
@@ -50,10 +51,12 @@ def build_summary(
     started_wall: float,
     ended_wall: float,
     mlflow_run_id: str | None,
+    exit_code: int,
 ) -> dict[str, Any]:
     """Lay the services' parts over an empty summary, key by key; a service that died leaves the empty values of its keys.
 
-    parts: row name to that service's `summary()`. `first_step_time`, a wall time, becomes `first_step_s`.
+    parts: row name to that service's `summary()`; exit_code: of the command that ran it. `first_step_time`, a wall time, becomes
+    `first_step_s`.
     """
     summary = empty_summary(config)
     for name in sorted(parts):
@@ -62,7 +65,8 @@ def build_summary(
         if first_step_time is not None:
             summary["first_step_s"] = round(first_step_time - started_wall, 2)
         _lay_over(summary, part)
-    summary.update(status=status, error=error, wall_s=round(ended_wall - started_wall, 2), mlflow_run_id=mlflow_run_id)
+    wall_s = round(ended_wall - started_wall, 2)
+    summary.update(status=status, error=error, wall_s=wall_s, mlflow_run_id=mlflow_run_id, exit_code=exit_code)
     return summary
 
 

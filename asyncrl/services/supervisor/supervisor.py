@@ -31,6 +31,10 @@ from asyncrl.transport.rpc import RpcServer
 log = logging.getLogger(__name__)
 
 
+EXIT_CODES: Mapping[Status, int] = {"finished": 0, "failed": 1, "interrupted": 130}
+EXIT_USER = 2  # a failed run that the user's mistake ended
+
+
 class Metrics(Protocol):
     """Where the run's figures go: files, MLflow, the terminal (built by the wiring)."""
 
@@ -67,6 +71,7 @@ class Supervisor:
         self._known_mlflow_run_id: str | None = None
         self._stop = asyncio.Event()
         self._stop_seconds: float | None = None
+        self._exit_code = EXIT_CODES["failed"]
         self._started_wall = clock.wall()
         self._evaluations: dict[int, dict[str, float]] = {}
         self._rpc = RpcServer(
@@ -213,10 +218,14 @@ class Supervisor:
             started_wall=self._started_wall,
             ended_wall=self._clock.wall(),
             mlflow_run_id=self._metrics.mlflow_run_id,
+            exit_code=self._exit_code if status == "failed" else EXIT_CODES[status],
         )
 
     def _explain(self, failure: AsyncrlError) -> str:
         """The failure in one sentence, then the last lines of the log of the service that it names."""
+        if isinstance(failure, RowFailed) and failure.mistake:
+            self._exit_code = EXIT_USER
+            return f"{failure.row.name}: {failure.reason}"
         if isinstance(failure, RowFailed):
             failure = ServiceDied(failure.row.name, failure.reason, logs.tail(self.run_dir, failure.row.name))
         lines = [str(failure)]
