@@ -191,7 +191,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     queue, reward = RpcClient(book["message_queue"]["rpc"]), RpcClient(book["reward"]["rpc"])
     fleet = RpcFleet(book["parameter_sync"]["rpc"])
     return RollouterParts(
-        source=open_prompts(train, seed=config.seed, shuffle=data.shuffle, epochs=data.epochs),
+        open_source=lambda cursor: open_prompts(train, seed=config.seed, shuffle=data.shuffle, epochs=data.epochs, cursor=cursor),
         eval_prompts=[] if held_out is None else open_eval_prompts(held_out, samples=config.eval.samples),
         tokenizer=tokenizer,
         engine=engine,
@@ -202,6 +202,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
         scorer=RpcScorer(reward),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         on_fleet=engine.update,
+        run_dir=Path(spec.run_dir),
         closers=(queue.close, reward.close, fleet.close),
     )
 

@@ -245,7 +245,9 @@ class _Run:
         config, tokenizer = self.config, _Letters()
         data = config.data
         return RollouterParts(
-            source=open_prompts(self._data, seed=config.seed, shuffle=data.shuffle, epochs=data.epochs),
+            open_source=lambda cursor: open_prompts(
+                self._data, seed=config.seed, shuffle=data.shuffle, epochs=data.epochs, cursor=cursor
+            ),
             eval_prompts=open_eval_prompts(self._eval_data, samples=config.eval.samples) if self._eval_data else (),
             tokenizer=tokenizer,
             engine=self.engine,

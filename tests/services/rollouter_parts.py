@@ -13,6 +13,7 @@ from asyncrl.agents import load_agent
 from asyncrl.config.schema import Config
 from asyncrl.data import open_prompts, prompt_from_row
 from asyncrl.ledger.local import LocalLedgerClient
+from asyncrl.ledger.set_back import Held
 from asyncrl.messages import GroupId, Trajectory
 from asyncrl.protocols import End, FleetView, ServerView, StepRecord
 from asyncrl.services.rollouter import Rollouter, RollouterParts
@@ -138,7 +139,7 @@ class Bench:
         tokenizer = LetterTokenizer()
         rows = prompts if prompts is not None else [f"prompt {row}" for row in range(1000)]
         built = RollouterParts(
-            source=open_prompts(rows, seed=config.seed, shuffle=False, epochs=epochs),
+            open_source=lambda cursor: open_prompts(rows, seed=config.seed, shuffle=False, epochs=epochs, cursor=cursor),
             eval_prompts=[prompt_from_row(row, number, "data.eval") for number, row in enumerate(eval_rows)],
             tokenizer=tokenizer,
             engine=self.engine,
@@ -151,6 +152,7 @@ class Bench:
             on_fleet=self.engine.update,
         )
         self.parts = replace(built, **parts)
+        self.ledger.held = self._held
         self.rollouter = Rollouter(config, self._connect, clock=self.clock)
         self.running: asyncio.Task[None] | None = None
         self.step = 0
@@ -167,6 +169,24 @@ class Bench:
         if not self.running.done():
             self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
+
+    def _held(self) -> Held:
+        """The queue keeps what was sent, until its group ends."""
+        members = {id: {trajectory.id.member for trajectory in sent} for id, sent in self.sender.by_group().items()}
+        scored = [group.id for group in self.ledger.attempts.live() if group.state == "queued"]
+        return Held(self.config.rollout.group_size, scored, members)
+
+    async def lose(self) -> None:
+        """The rollouter's process is gone."""
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+
+    async def restart(self) -> None:
+        """Another takes its place. What this one sends comes behind what the queue has."""
+        self.sender.closed = False
+        self.rollouter = Rollouter(self.config, self._connect, clock=self.clock)
+        self.running = asyncio.create_task(self.rollouter.run({}))
+        await asyncio.sleep(0.001)
 
     @property
     def dispatched(self) -> list[GroupId]:

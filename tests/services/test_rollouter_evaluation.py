@@ -190,7 +190,7 @@ async def test_evaluation_leaves_the_places_to_rollouts():
 
             def take(self, places):
                 shared.take(places)
-                missing_places.append(bench.rollouter._startable * 2 - shared.free)
+                missing_places.append(bench.rollouter._admission.startable * 2 - shared.free)
 
             def give(self, places):
                 shared.give(places)

@@ -3,6 +3,7 @@
     prompts in turn ──▶ (places that rollouts leave free) ──▶ agent ──▶ Reward `score` ──▶ record, metrics on the axis "eval"
 
 Seeds depend on run seed, prompt and sample alone, so that every evaluation of a run asks the same questions with the same dice.
+What took place in an earlier life of the rollouter is in `history`: the first happens once per run, the others where due.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from asyncrl.protocols import Prompt, SamplingParams
 from asyncrl.rewards import item_of
 from asyncrl.scheduling.admission import parts_of_group
 from asyncrl.services.rollouter.generation import Places
+from asyncrl.services.rollouter.history import EvalHistory, EvalRecord, Occasion
 from asyncrl.services.rollouter.parts import RollouterParts
 from asyncrl.services.rollouter.pulse import Pulse
 
@@ -37,22 +40,8 @@ LOOK_AGAIN_SECONDS = 1.0
 WARN_SECONDS = 60.0
 CONFIRM_TIMEOUTS = 2  # the last version is waited for by so many times sync.timeout_seconds
 RID_PREFIX = "eval"
+SOURCE_FIELD = "data_source"  # of a row that names where it comes from
 EVAL_EPOCH = -1  # in ids of evaluation, which never reach the ledger
-
-
-@dataclass(frozen=True)
-class EvalRecord:
-    """One evaluation. `step`: steps finished when it began; score: mean over `samples` scored responses, None when there is none;
-    `failed`: responses wanted and not scored; the versions are those that its tokens were sampled under."""
-
-    step: int
-    score: float | None
-    samples: int
-    failed: int
-    version_min: int | None
-    version_max: int | None
-    response_tokens_mean: float
-    seconds: float
 
 
 def is_evaluation(rid: str) -> bool:
@@ -89,27 +78,31 @@ class Evaluator:
         self._one_at_a_time = asyncio.Lock()
         self._number = 0
         self._tokens: dict[int, npt.NDArray[np.int32]] = {}
-        self._first: EvalRecord | None = None
-        self._last: EvalRecord | None = None
-        self.history: list[EvalRecord] = []
+        self.history = EvalHistory(parts.run_dir)
 
     async def evaluate_first(self) -> None:
-        self._first = await self._evaluate()
+        """Unless it took place in an earlier life, or steps are finished: then it cannot any more."""
+        if self.history.newest("first") is None and not self._finished_steps():
+            await self._evaluate("first")
 
     async def run_schedule(self, over: Callable[[], bool]) -> None:
         """Every eval.every steps, until `over()`; a step that passes while one is running is not made up for."""
         every, steps = self._config.eval.every, self._config.training.steps
-        due = every
+        due = (self.history.last_step // every + 1) * every
         while not over():
             finished = self._finished_steps()
             if due <= finished < steps:
                 due = (finished // every + 1) * every
-                await self._evaluate()
+                await self._evaluate("scheduled")
             else:
                 await self._pulse.wait(LOOK_AGAIN_SECONDS)
 
     async def evaluate_last(self, final_version: int | None) -> None:
-        """Once every server that takes traffic has confirmed the last version; without that, by a deadline, there is none."""
+        """Once every server that takes traffic has confirmed the last version; without that, by a deadline, there is none. One of
+        an earlier life, of this version, stands."""
+        last = self.history.newest("last")
+        if last is not None and (last.step, last.version_min) == (self._finished_steps(), final_version):
+            return
         deadline = CONFIRM_TIMEOUTS * self._config.sync.timeout_seconds
         ends = self._clock.now() + deadline
         while final_version is not None and (self._confirmed() or 0) < final_version:
@@ -117,15 +110,15 @@ class Evaluator:
                 log.error("no last evaluation: after %.0f s not every server has confirmed version %d", deadline, final_version)
                 return
             await self._pulse.wait(LOOK_AGAIN_SECONDS)
-        self._last = await self._evaluate()
+        await self._evaluate("last")
 
-    async def _evaluate(self) -> EvalRecord:
+    async def _evaluate(self, occasion: Occasion) -> None:
         """By a deadline: what is finished then is scored. Never raises for a failed sample, server or reward; an evaluation
         without a scored sample is an error in the log."""
         async with self._one_at_a_time:
-            return await self._evaluate_now(self._finished_steps())
+            await self._evaluate_now(occasion, self._finished_steps())
 
-    async def _evaluate_now(self, step: int) -> EvalRecord:
+    async def _evaluate_now(self, occasion: Occasion, step: int) -> None:
         rounds = 1 + math.ceil(self._config.eval.samples / self._places.total)
         deadline_seconds = rounds * self._config.rollout.request_timeout_seconds
         began = self._clock.now()
@@ -139,11 +132,10 @@ class Evaluator:
             failures.append(f"not all responses were there after {deadline_seconds:.0f} s")
         failures += [trajectory.failure for trajectory in finished if trajectory.failure is not None]
         generated = [trajectory for trajectory in finished if trajectory.failure is None]
-        scores = await self._score(generated, failures)
-        record = _record(step, generated, scores, self._config.eval.samples, self._clock.now() - began)
-        self.history.append(record)
+        scored = await self._score(generated, failures)
+        record = _record(occasion, step, generated, scored, self._config.eval.samples, self._clock.now() - began)
+        self.history.add(record)
         self._report(record, failures)
-        return record
 
     async def _generate(self, finished: list[Trajectory]) -> None:
         """Append every response to `finished` as it comes."""
@@ -205,9 +197,9 @@ class Evaluator:
             rid_prefix=f"{RID_PREFIX}{self._number}:",
         )
 
-    async def _score(self, generated: Sequence[Trajectory], failures: list[str]) -> list[float]:
+    async def _score(self, generated: Sequence[Trajectory], failures: list[str]) -> list[tuple[Trajectory, float]]:
         reward = self._config.reward
-        scores: list[float] = []
+        scored: list[tuple[Trajectory, float]] = []
         for first in range(0, len(generated), SCORED_AT_ONCE):
             chunk = generated[first : first + SCORED_AT_ONCE]
             timeout = reward.timeout_seconds * (len(chunk) + 1)
@@ -216,12 +208,12 @@ class Evaluator:
             except AsyncrlError as error:
                 failures.append(f"scoring: {type(error).__name__}: {error}")
                 continue
-            for answer in answers:
+            for trajectory, answer in zip(chunk, answers, strict=True):
                 if answer.get("score") is not None:
-                    scores.append(float(answer["score"]))
+                    scored.append((trajectory, float(answer["score"])))
                 else:
                     failures.append(str(answer.get("failure") or "no score"))
-        return scores
+        return scored
 
     def _report(self, record: EvalRecord, failures: Sequence[str]) -> None:
         if record.score is None:
@@ -230,28 +222,44 @@ class Evaluator:
             log.info("evaluation after step %d: %.4f over %d samples", record.step, record.score, record.samples)
             if failures:
                 log.warning("%d samples of that evaluation failed, the first because: %s", record.failed, failures[0])
-        figures = {key: value for key, value in asdict(record).items() if key != "step" and value is not None}
+        figures: dict[str, Any] = {key: value for key, value in asdict(record).items() if isinstance(value, int | float)}
+        del figures["step"]
+        figures |= {f"score/{_clean(source)}": part["score"] for source, part in record.by_source.items()}
         self._parts.tracker.log("eval", record.step, {f"eval/{key}": float(value) for key, value in figures.items()})
 
-    def summary(self) -> dict[str, Any]:
-        """`first` and `last`: scores, null where that evaluation did not take place or scored nothing."""
-        return {
-            "first": self._first.score if self._first else None,
-            "last": self._last.score if self._last else None,
-            "history": [asdict(record) for record in self.history],
-        }
 
-
-def _record(step: int, generated: Sequence[Trajectory], scores: Sequence[float], wanted: int, seconds: float) -> EvalRecord:
+def _record(
+    occasion: Occasion,
+    step: int,
+    generated: Sequence[Trajectory],
+    scored: Sequence[tuple[Trajectory, float]],
+    wanted: int,
+    seconds: float,
+) -> EvalRecord:
     versions = [trajectory.versions[trajectory.loss_mask] for trajectory in generated if trajectory.loss_mask.any()]
     tokens = sum(len(trajectory.response_tokens) for trajectory in generated)
+    by_source: dict[str, list[float]] = {}
+    for trajectory, score in scored:
+        if isinstance(source := trajectory.extra_info.get(SOURCE_FIELD), str):
+            by_source.setdefault(source, []).append(score)
     return EvalRecord(
+        occasion=occasion,
         step=step,
-        score=sum(scores) / len(scores) if scores else None,
-        samples=len(scores),
-        failed=wanted - len(scores),
+        score=_mean([score for _, score in scored]),
+        samples=len(scored),
+        failed=wanted - len(scored),
         version_min=min((int(part.min()) for part in versions), default=None),
         version_max=max((int(part.max()) for part in versions), default=None),
         response_tokens_mean=tokens / len(generated) if generated else 0.0,
         seconds=seconds,
+        by_source={source: {"score": _mean(scores), "samples": len(scores)} for source, scores in sorted(by_source.items())},
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _clean(source: str) -> str:
+    """As a part of a metric's name, which not every tracker lets hold everything."""
+    return re.sub(r"[^\w\-. ]", "_", source)

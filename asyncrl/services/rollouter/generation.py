@@ -45,12 +45,15 @@ class Places:
 
 @dataclass(frozen=True)
 class StartedGroup:
-    """A group that stands in the ledger. prompt_tokens int32[P]."""
+    """A group that is about to stand in the ledger. prompt_tokens int32[P]; members: those to generate, all but where `returned`,
+    an attempt that stands there already and has lost these."""
 
     id: GroupId
     prompt: Prompt
     prompt_tokens: npt.NDArray[np.int32]
     start_version: int
+    members: tuple[int, ...]
+    returned: bool = False
 
 
 class Generation:
@@ -59,14 +62,13 @@ class Generation:
 
     def __init__(self, config: Config, agent: Agent, places: Places, finished: Callable[[Trajectory], None]):
         self._config, self._agent, self._places, self._finished = config, agent, places, finished
-        self._parts = parts_of_group(config.rollout.group_size, places.total)
         self._tasks: dict[GroupId, asyncio.Task[None]] = {}
         self._held: dict[GroupId, int] = {}  # places of each group that still has them
 
-    def reserve(self, id: GroupId) -> None:
+    def reserve(self, group: StartedGroup) -> None:
         """Take the places of a group that is about to be dispatched."""
-        self._held[id] = len(self._parts[0])
-        self._places.take(self._held[id])
+        self._held[group.id] = len(self._parts(group)[0])
+        self._places.take(self._held[group.id])
 
     def start(self, group: StartedGroup, tasks: asyncio.TaskGroup) -> None:
         """Begin to generate a reserved group, unless it was cut short already."""
@@ -82,13 +84,19 @@ class Generation:
         self._places.give(self._held.pop(id, 0))
 
     async def _generate(self, group: StartedGroup) -> None:
-        for part in self._parts:
-            is_last = part is self._parts[-1]
+        parts = self._parts(group)
+        for part in parts:
+            is_last = part is parts[-1]
             self._give(group.id, self._held[group.id] - len(part) if is_last else 0)
-            async with aclosing(self._agent.run(self._task(group, tuple(part)))) as trajectories:
+            async with aclosing(self._agent.run(self._task(group, part))) as trajectories:
                 async for trajectory in trajectories:
                     self._finished(trajectory)
                     self._give(group.id, 1 if is_last else 0)
+
+    def _parts(self, group: StartedGroup) -> list[tuple[int, ...]]:
+        """Its members, cut so that each part has a place for each of its own."""
+        places = parts_of_group(len(group.members), self._places.total)
+        return [tuple(group.members[place] for place in part) for part in places]
 
     def _give(self, id: GroupId, places: int) -> None:
         self._held[id] -= places

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from asyncrl.clock import IdleMeter
-from asyncrl.errors import MessageTooLarge
+from asyncrl.errors import MessageTooLarge, StreamClosed
 from asyncrl.messages import Trajectory
 from asyncrl.protocols import Sender
 
@@ -19,13 +19,18 @@ log = logging.getLogger(__name__)
 
 class Outbox:
     """`accepted(trajectories)` is told what the queue has taken in. Its size is bounded by the admitted groups, whose
-    members each stand here at most once; time spent in a send counts as waiting for ``rollouts``."""
+    members each stand here at most once; time spent in a send counts as waiting for ``rollouts``.
+
+    A rollouter that takes a lost one's place may find the stream ended: then nothing more is wanted, and training is about to
+    be over. What is here goes nowhere; its groups end with training.
+    """
 
     def __init__(self, sender: Sender, accepted: Callable[[Sequence[Trajectory]], None], blocked: IdleMeter):
         self._sender, self._accepted, self._blocked = sender, accepted, blocked
         self._waiting: list[Trajectory] = []
         self._filled = asyncio.Event()
         self.closed = False
+        self._has_sent = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -39,15 +44,27 @@ class Outbox:
             await self._filled.wait()
             batch, self._waiting = self._waiting, []
             self._filled.clear()
-            with self._blocked.waiting("rollouts"):
-                await self._send(batch)
+            try:
+                with self._blocked.waiting("rollouts"):
+                    await self._send(batch)
+            except StreamClosed as error:
+                if self._has_sent:
+                    raise
+                log.warning("%d responses have nowhere to go: %s", len(batch), error)
+                self.closed = True
+                continue
+            self._has_sent = True
             self._accepted(batch)
 
     async def close(self) -> None:
         """End the stream, once."""
-        if not self.closed:
-            self.closed = True
+        if self.closed:
+            return
+        self.closed = True
+        try:
             await self._sender.close()
+        except StreamClosed as error:
+            log.info("the stream had ended: %s", error)
 
     async def _send(self, batch: Sequence[Trajectory]) -> None:
         try:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.agents import Agent
-from asyncrl.protocols import Fleet, FleetView, InferenceEngine, LedgerClient, Prompt, PromptSource, Sender, Tokenizer, Tracker
+from asyncrl.protocols import (
+    Fleet,
+    FleetView,
+    InferenceEngine,
+    LedgerClient,
+    Prompt,
+    PromptCursor,
+    PromptSource,
+    Sender,
+    Tokenizer,
+    Tracker,
+)
 from asyncrl.transport.rpc import RpcClient
 
 
@@ -32,11 +44,12 @@ class RpcScorer:
 
 @dataclass(frozen=True)
 class RollouterParts:
-    """agent: how members become trajectories, over the same `engine`; eval_prompts: empty where evaluation is off; on_fleet: told
-    of every new view, so that the engine's client sends to no server that is behind; closers: end what the wiring opened for
-    these parts (clients), after the run."""
+    """open_source: the training prompts from a cursor on, None for the beginning; agent: how members become trajectories, over
+    the same `engine`; eval_prompts: empty where evaluation is off; on_fleet: told of every new view, so that the engine's client
+    sends to no server that is behind; run_dir: for eval.jsonl and quarantine.jsonl, None keeps none; closers: end what the wiring
+    opened for these parts (clients), after the run."""
 
-    source: PromptSource
+    open_source: Callable[[PromptCursor | None], PromptSource]
     eval_prompts: Sequence[Prompt]
     tokenizer: Tokenizer
     engine: InferenceEngine
@@ -47,4 +60,5 @@ class RollouterParts:
     scorer: Scorer
     tracker: Tracker
     on_fleet: Callable[[FleetView], None] = lambda view: None
+    run_dir: Path | None = None
     closers: tuple[Callable[[], Awaitable[None]], ...] = ()

@@ -1,11 +1,12 @@
 """The rollouter service.
 
+    ledger ──resume─▶ cursor, live, returned, owed, b
     ledger ──watch──▶ b, ends, reissues ─┐
     fleet  ──watch──▶ v, servers ────────┼─▶ admit ──dispatch──▶ generate × groups ──▶ outbox ──▶ topic rollouts
                                          └─▶ evaluate, in places that rollouts leave free
 
 loop          consumes                   waits for                                      is unblocked by
-admit         prompt source, reissues    the bound, free places, a confirmed version    a step, an end, a member finished
+admit         what comes again, source   the bound, free places, a confirmed version    a step, an end, a member finished
 generate ×n   one dispatched group       its responses                                  the servers, or request_timeout_seconds
 outbox        finished members           one, then room in the queue                    generate; the Reward front taking messages
 watch ledger  ledger events              the next event                                 trainer and Reward front
@@ -14,7 +15,9 @@ evaluate      held-out prompts           eval.every steps, then free places     
 report        figures                    a second                                       the clock
 
 Invariant: a group generates only after its dispatch stands in the ledger, and `live < ((min(v + 1 + η)·P, steps) − b)·G`
-held when it was dispatched.
+held when it was dispatched, or, for one that is generated again, when it was restarted.
+
+A start asks the ledger where the run stands; the first of a run finds nothing there, one in a lost rollouter's place goes on.
 """
 
 from __future__ import annotations
@@ -24,22 +27,21 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
-from asyncrl.data import TableSource, check_longest_prompts, check_prompt
+from asyncrl.data import TableSource, check_longest_prompts
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.messages import GroupId, Trajectory
-from asyncrl.protocols import Dispatch, FleetView, LedgerEvents, Prompt
-from asyncrl.scheduling.admission import groups_that_fit, may_start, places_left_for_evaluation
+from asyncrl.messages import Trajectory
+from asyncrl.protocols import FleetView, LedgerEvents, PromptSource
+from asyncrl.services.rollouter.admission import Admission, Standing
 from asyncrl.services.rollouter.evaluation import Evaluator, is_evaluation
 from asyncrl.services.rollouter.figures import Figures
-from asyncrl.services.rollouter.generation import Generation, Places, StartedGroup
+from asyncrl.services.rollouter.generation import Generation, Places
 from asyncrl.services.rollouter.groups import GroupTable
 from asyncrl.services.rollouter.outbox import Outbox
 from asyncrl.services.rollouter.parts import RollouterParts
 from asyncrl.services.rollouter.pulse import Pulse
+from asyncrl.services.rollouter.quarantine import Sickbay
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.services.tasks import first_leaf, first_to_end
 from asyncrl.transport.rpc import RpcServer
@@ -67,8 +69,11 @@ class Rollouter:
         self._groups = GroupTable(config.rollout.group_size)
         self._fleet: FleetView | None = None
         self._events = LedgerEvents(seq=0, ended=(), finished_steps=0)
-        self._data_ended = self._stop_asked = False
+        self._stop_asked = False
         self._parts: RollouterParts
+        self._source: PromptSource
+        self._quarantine: Sickbay
+        self._admission: Admission
         self._generation: Generation
         self._outbox: Outbox
         self._evaluator: Evaluator | None = None
@@ -79,9 +84,10 @@ class Rollouter:
 
     async def run(self, book: AddressBook) -> None:
         self._take_parts(await self._connect(book))
-        self._check_data()
         loops = [self._outbox.run, self._watch_ledger, self._watch_fleet, self._report, self._evaluate]
         try:
+            await self._resume()
+            self._check_data()
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(loop(), name=loop.__name__) for loop in loops]
                 await self._work(tasks)
@@ -103,9 +109,9 @@ class Rollouter:
             await first_to_end(self._evaluator.evaluate_first(), self._until(lambda: self._over))
         self._state = "generating"
         while not self._over:
-            if await self._start_groups(tasks):
+            if await self._admission.start_groups(tasks):
                 continue
-            if self._nothing_will_come:
+            if self._admission.nothing_will_come:
                 await self._outbox.close()
             await self._wait_for_change()
         await self._abort_what_is_left()
@@ -113,7 +119,8 @@ class Rollouter:
             self._state = "evaluating"
             last = self._evaluator.evaluate_last(self._events.final_version)
             await first_to_end(last, self._until(lambda: self._stop_asked))
-        await self._outbox.close()
+        if self._events.training_done:
+            await self._outbox.close()  # after a stop the stream has no end: a later start goes on with it
 
     async def stop(self) -> None:
         self._stop_asked = True
@@ -127,88 +134,24 @@ class Rollouter:
             "live_groups": self._groups.live,
             "groups_in_flight": self._groups.num_in_flight,
             "generating": self._places.taken,
+            "to_be_generated_again": self._groups.num_waiting,
             **self._figures.totals(),
         }
 
     def summary(self) -> dict[str, Any]:
-        evaluation = self._evaluator.summary() if self._evaluator else {"first": None, "last": None, "history": []}
+        evaluation = self._evaluator.history.summary() if self._evaluator else {"first": None, "last": None, "history": []}
         return {"eval": evaluation, **self._figures.summary()}
 
     def in_flight(self) -> list[str]:
-        """Ids of the live groups that have a member whose trajectory the queue has not accepted yet, from just before their
-        dispatch.
+        """Ids of the groups that have a member whose trajectory the queue has not accepted yet, from just before their dispatch;
+        among them those that wait to be generated again.
 
         The Reward front's `in_flight` has the groups of which it holds a member; a group may be in both. At rest, with nothing on
         the way in the topic `rollouts`, their union is what the ledger calls in flight.
         """
         return [str(id) for id in self._groups.in_flight()]
 
-    # Admission
-
-    async def _start_groups(self, tasks: asyncio.TaskGroup) -> int:
-        """Dispatch all groups that may start now, in one call, and begin to generate them. Returns how many."""
-        rollout = self._config.rollout
-        fit = groups_that_fit(self._places.free, rollout.group_size, rollout.max_concurrent)
-        started = self._draw(min(self._startable, fit))
-        if not started:
-            return 0
-        for group in started:
-            self._groups.start(group.id, group.prompt)
-            self._generation.reserve(group.id)
-        dispatches = [Dispatch(group.id, group.start_version) for group in started]
-        await self._parts.ledger.dispatch(dispatches, self._parts.source.cursor())
-        for group in started:
-            self._generation.start(group, tasks)
-        return len(started)
-
-    def _draw(self, count: int) -> list[StartedGroup]:
-        """Reissues first, then new rows."""
-        drawn: list[StartedGroup] = []
-        while len(drawn) < count:
-            if reissue := self._groups.next_reissue():
-                drawn.append(self._prepared(*reissue))
-            elif not self._data_ended and (row := self._parts.source.next()) is not None:
-                epoch, prompt = row
-                drawn.append(self._prepared(GroupId(epoch, prompt.row, 0), prompt))
-            else:
-                self._data_ended = True
-                break
-        return drawn
-
-    def _prepared(self, id: GroupId, prompt: Prompt) -> StartedGroup:
-        """Raises UserError for a prompt that this run has no room for."""
-        tokens = np.asarray(self._parts.tokenizer.encode_prompt(prompt.prompt), np.int32)
-        check_prompt(prompt, len(tokens), **self._limits, key="data.train")
-        assert self._confirmed is not None
-        return StartedGroup(id, prompt, tokens, self._confirmed)
-
-    @property
-    def _startable(self) -> int:
-        """Groups that the bound lets start, places and data aside."""
-        config = self._config
-        if self._over or self._outbox.closed or self._state != "generating":
-            return 0
-        return may_start(
-            self._confirmed,
-            config.rollout.max_staleness,
-            config.training.publish_every,
-            self._events.finished_steps,
-            config.training.steps,
-            config.training.groups_per_step,
-            self._groups.live,
-        )
-
-    def _room_for_evaluation(self) -> int:
-        wanted = min(self._startable, self._groups.reissues_waiting) if self._data_ended else self._startable
-        return places_left_for_evaluation(self._places.free, wanted, self._config.rollout.group_size)
-
-    @property
-    def _nothing_will_come(self) -> bool:
-        """The data has ended and every member is handed over. Where groups may be issued again, the trainer is first let
-        take what makes a whole batch; a group that expires in the last, partial one is not issued again."""
-        if not self._data_ended or self._groups.num_in_flight or self._groups.reissues_waiting:
-            return False
-        return self._config.rollout.on_stale != "reissue" or self._groups.live < self._config.training.groups_per_step
+    # Waiting
 
     async def _wait_for_change(self) -> None:
         reason = self._why_waiting()
@@ -217,17 +160,12 @@ class Rollouter:
             await self._pulse.wait(LOOK_AGAIN_SECONDS)
 
     def _why_waiting(self) -> str:
-        """The reason under which admission waits, and idle time is booked."""
-        if self._state != "generating":
-            return self._state
-        if self._data_ended and not self._groups.reissues_waiting:
-            return "end of data"
-        if self._confirmed is None:
-            return "no server"
-        if self._startable:
-            return "places"
-        wanted = (self._config.training.steps - self._events.finished_steps) * self._config.training.groups_per_step
-        return "last steps" if self._groups.live >= wanted else "staleness bound"
+        """The reason under which idle time is booked."""
+        return self._admission.why_waiting if self._state == "generating" else self._state
+
+    def _standing(self) -> Standing:
+        is_open = self._state == "generating" and not self._over and not self._outbox.closed
+        return Standing(is_open, self._confirmed, self._events.finished_steps)
 
     async def _abort_what_is_left(self) -> None:
         """At a normal end nothing is. The ledger ends what is live when training does, and keeps it as in flight after a stop."""
@@ -259,8 +197,9 @@ class Rollouter:
                 log.warning("the ledger is silent: %s", error)
                 continue
             self._events = events
-            for id in self._groups.end(events.ended, self._parts.source.row):
+            for id in self._groups.end(events.ended):
                 self._generation.cut_short(id)
+            self._quarantine.note(events.ended)
             self._pulse.beat()
 
     async def _watch_fleet(self) -> None:
@@ -290,6 +229,7 @@ class Rollouter:
                 "rollouter/live_groups": float(self._groups.live),
                 "rollouter/groups_in_flight": float(self._groups.num_in_flight),
                 "rollouter/waiting_to_send": float(len(self._outbox)),
+                "rollouter/quarantined_prompts": float(len(self._quarantine)),
             }
             if self._confirmed is not None:
                 metrics["rollouter/confirmed_version"] = float(self._confirmed)
@@ -308,6 +248,35 @@ class Rollouter:
 
     # Parts
 
+    async def _resume(self) -> None:
+        """Go on where the run stands. Raises UserError for other data than before, LedgerError, DeadlineExceeded."""
+        self._state = "resuming"
+        found = await self._parts.ledger.resume_rollouter()
+        self._events = LedgerEvents(found.seq, (), found.finished_steps, found.final_version is not None, found.final_version)
+        self._source = self._parts.open_source(found.cursor)
+        self._groups.restore(found.live, found.returned, found.owed)
+        rollout, run_dir = self._config.rollout, self._parts.run_dir
+        self._quarantine = Sickbay(rollout.quarantine_after, found.failures_by_row, self._source.row, run_dir=run_dir)
+        self._admission = Admission(
+            self._config,
+            source=self._source,
+            tokenizer=self._parts.tokenizer,
+            ledger=self._parts.ledger,
+            groups=self._groups,
+            quarantine=self._quarantine,
+            generation=self._generation,
+            places=self._places,
+            standing=self._standing,
+        )
+        if self._evaluator:
+            self._evaluator.history.resume(found.finished_steps)
+        if found.cursor is not None:
+            log.info(
+                "going on after step %d at epoch %d, row %d: %d groups live, %d to be generated again, %d owed",
+                *(found.finished_steps, found.cursor.epoch, found.cursor.position),
+                *(len(found.live), len(found.returned), len(found.owed)),
+            )
+
     def _take_parts(self, parts: RollouterParts) -> None:
         self._parts = parts
         self._figures.restart()
@@ -318,7 +287,7 @@ class Rollouter:
                 self._config,
                 parts,
                 places=self._places,
-                room=self._room_for_evaluation,
+                room=lambda: self._admission.room_for_evaluation,
                 confirmed=lambda: self._confirmed,
                 finished_steps=lambda: self._events.finished_steps,
                 pulse=self._pulse,
@@ -336,14 +305,15 @@ class Rollouter:
     def _check_data(self) -> None:
         """Refuse rows that the run has no room for, as far as can be seen before anything starts."""
         parts = self._parts
-        train = parts.source.prompts if isinstance(parts.source, TableSource) else ()
+        train = self._source.prompts if isinstance(self._source, TableSource) else ()
         for key, prompts in (("data.train", train), ("data.eval", parts.eval_prompts)):
-            check_longest_prompts(prompts, parts.tokenizer.encode_prompt, **self._limits, key=key)
-
-    @property
-    def _limits(self) -> dict[str, int]:
-        rollout = self._config.rollout
-        return {"max_prompt_tokens": rollout.max_prompt_tokens, "max_response_tokens": rollout.max_response_tokens}
+            check_longest_prompts(
+                prompts,
+                parts.tokenizer.encode_prompt,
+                max_prompt_tokens=self._config.rollout.max_prompt_tokens,
+                max_response_tokens=self._config.rollout.max_response_tokens,
+                key=key,
+            )
 
     def _finished(self, trajectory: Trajectory) -> None:
         self._figures.take(trajectory)

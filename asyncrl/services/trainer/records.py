@@ -15,7 +15,6 @@ on after a step first cuts what lies beyond it.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +23,7 @@ import numpy as np
 import orjson
 
 from asyncrl.messages import ScoredGroup
+from asyncrl.services.json_lines import is_up_to, keep_lines
 from asyncrl.services.trainer.figures import TrainedTokens
 
 NAMES = ("batches", "metrics", "samples")
@@ -38,7 +38,7 @@ class Records:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._samples_per_step = samples_per_step
         for name in NAMES:
-            cut_after(run_dir / f"{name}.jsonl", last_step)
+            keep_lines(run_dir / f"{name}.jsonl", is_up_to(last_step))
         self._files: dict[str, BinaryIO] = {name: (run_dir / f"{name}.jsonl").open("ab") for name in NAMES}
 
     def batch(self, step: int, version: int, trained: Sequence[ScoredGroup], tokens: TrainedTokens) -> None:
@@ -78,27 +78,6 @@ class Records:
         if lines:
             self._files[name].write(b"".join(orjson.dumps(line, option=LINE) for line in lines))
             self._files[name].flush()
-
-
-def cut_after(file: Path, last_step: int) -> None:
-    """Only lines of steps up to `last_step` are left; a line that a crash tore goes too. Written aside, then renamed: whatever
-    happens on the way, the file is the one before or the one after."""
-    if not file.exists():
-        return
-    aside = file.with_name(f".{file.name}.cut")
-    with file.open("rb") as lines, aside.open("wb") as kept:
-        kept.writelines(line for line in lines if _is_up_to(line, last_step))
-        kept.flush()
-        os.fsync(kept.fileno())
-    aside.replace(file)
-
-
-def _is_up_to(line: bytes, last_step: int) -> bool:
-    try:
-        found = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return False
-    return line.endswith(b"\n") and isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= last_step
 
 
 def _sample(step: int, group: ScoredGroup, place: int, state: str) -> dict[str, Any]:
