@@ -10,7 +10,6 @@ from typing import Any
 
 NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "inference.engine": ("sglang",),
-    "queue.durability": ("process", "power"),
     "sync.mode": ("broadcast", "disk"),
     "algorithm.proximal": ("loglinear",),
     "algorithm.advantage": (

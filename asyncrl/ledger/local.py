@@ -34,8 +34,9 @@ from asyncrl.protocols.ledger import (
 class LocalLedgerClient:
     """A `LedgerClient` over its own state machine, and over a file when `writer` is given.
 
-    Where set, `on_end(ids)` is called with the groups that have just ended, before the transaction that says so, so that what
-    follows is in it; `on_checkpoint(step)` likewise. `held()` says what the queue holds; unless set, nothing is lost.
+    Where set, `on_end(ids, step)` is called with the groups that have just ended, before the transaction that says so, so that
+    what follows is in it; a checkpoint of `step` is the first that holds these ends. `on_checkpoint(step)` likewise. `held()` says
+    what the queue holds; unless set, nothing is lost.
     """
 
     def __init__(self, writer: LedgerWriter | None = None):
@@ -45,7 +46,7 @@ class LocalLedgerClient:
         self._writer: LedgerWriter | None = None
         if writer is not None:
             self.write_to(writer)
-        self.on_end: Callable[[Sequence[GroupId]], None] | None = None
+        self.on_end: Callable[[Sequence[GroupId], int], None] | None = None
         self.on_checkpoint: Callable[[int], None] | None = None
         self.held: Callable[[], Held] | None = None
         self._changed = asyncio.Event()
@@ -194,7 +195,8 @@ class LocalLedgerClient:
             self._writer.append(changes)
             self._flush_soon()
         if ended and self.on_end is not None:
-            self.on_end(ended)
+            in_step = changes.step is not None
+            self.on_end(ended, self.attempts.finished_steps + (not in_step))
         if self._writer is None:
             self._tell()
 

@@ -5,7 +5,9 @@
     LocalQueue ───────┘        └─────────────────────┴─▶ Topic "scored"
 
 `on_accept` runs before an accepted message can be taken and before its sender learns of it, once per topic for all that came in
-at one wake-up. All calls are made on one thread.
+at one wake-up; then the journal writes what is left of it, and `commit` makes all of that stand. All calls come from one thread.
+
+With a journal that keeps payloads, what is taken has its payload there alone: memory holds what was never taken.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from asyncrl.errors import TransportError
+from asyncrl.transport.blocks import Payload
+from asyncrl.transport.journal import Journal, NoJournal, Recovered
+from asyncrl.transport.journal.segments import WrongRecord
 from asyncrl.transport.records import Acceptance, Incoming, MessageState, Session, Stored, TopicSpec
 from asyncrl.transport.topic import Topic
 
@@ -24,6 +29,14 @@ class Unsettled(NamedTuple):
     message_id: str
     group_id: str
     state: MessageState
+
+
+class Taken(NamedTuple):
+    """A message on its way to a receiver. `redelivered`: an earlier holder's lease ended."""
+
+    message_id: str
+    payload: Payload
+    redelivered: bool
 
 
 class QueueHooks(Protocol):
@@ -39,6 +52,13 @@ class QueueHooks(Protocol):
         """The payload of this accepted message is no message (its receiver could not decode it); it is settled already. Whoever
         owns the group's state must end it, else it stays open."""
 
+    def on_lost(self, topic: str, message_id: str, group_id: str, reason: str) -> None:
+        """The payload of this accepted message could not be read back from the journal; it is settled already."""
+
+    def commit(self) -> None:
+        """Everything that `on_accept`, settlements and the journal's rows changed stands when this returns: then others are
+        told."""
+
 
 class NoHooks:
     """Nothing happens."""
@@ -52,12 +72,26 @@ class NoHooks:
     def on_refused(self, topic: str, message_id: str, group_id: str, reason: str) -> None:
         pass
 
+    def on_lost(self, topic: str, message_id: str, group_id: str, reason: str) -> None:
+        pass
+
+    def commit(self) -> None:
+        pass
+
 
 class Exchange:
     """Topics by name, with the hooks between acceptance and taking."""
 
-    def __init__(self, topics: Iterable[TopicSpec], *, lease_seconds: float, hooks: QueueHooks | None = None):
+    def __init__(
+        self,
+        topics: Iterable[TopicSpec],
+        *,
+        lease_seconds: float,
+        hooks: QueueHooks | None = None,
+        journal: Journal | None = None,
+    ):
         self.lease_seconds = lease_seconds
+        self.journal: Journal = journal if journal is not None else NoJournal()
         self.hooks: QueueHooks = hooks if hooks is not None else NoHooks()
         self.topics = {spec.name: Topic(spec, lease_seconds=lease_seconds) for spec in topics}
         self.wake: Callable[[], None] = lambda: None  # whoever moves messages sets it: called when capacity may have become free
@@ -67,18 +101,39 @@ class Exchange:
 
     def settle(self, topic: str, message_ids: Iterable[str]) -> int:
         """These messages are done with; returns how many were here."""
-        settled = self.topic(topic).settle(message_ids)
+        of = self.topic(topic)
+        settled = of.settle(message_ids)
         if settled:
+            self._let_go(of)
             self.wake()
         return settled
 
     def settle_group(self, group_id: str, topic: str | None = None) -> int:
         """Every message of this group is done with, in one topic or in all; returns how many were here."""
-        names = self.topics if topic is None else (topic,)
-        settled = sum(self.topic(name).settle_group(group_id) for name in names)
+        settled = 0
+        for name in self.topics if topic is None else (topic,):
+            of = self.topic(name)
+            settled += of.settle_group(group_id)
+            self._let_go(of)
         if settled:
             self.wake()
         return settled
+
+    def retain_group(self, group_id: str, topic: str) -> int:
+        """As `settle_group`, but the journal keeps the messages until it is told to `release` them."""
+        of = self.topic(topic)
+        settled = of.settle_group(group_id)
+        if of.gone:
+            self.journal.retain(group_id, of.gone)
+            of.gone = []
+        if settled:
+            self.wake()
+        return settled
+
+    def restore(self, messages: Iterable[Recovered]) -> None:
+        """What the journal recovered, in the order of acceptance; before anybody is served."""
+        for ticket, topic, message_id, group_id, size, taken in messages:
+            self.topic(topic).restore(message_id, group_id, size, ticket, taken=taken)
 
     def unsettled(self, topic: str) -> list[Unsettled]:
         """In order of acceptance."""
@@ -112,15 +167,24 @@ class Exchange:
         return result
 
     def publish(self) -> None:
-        """Call `on_accept` for what was accepted since the last time."""
+        """Call `on_accept` for what was accepted since the last time, and make it stand."""
         while self._just_accepted:
             topic, accepted = self._just_accepted.popitem()
             self.hooks.on_accept(topic, accepted)
+            if self.journal.keeps:
+                self._put_down(topic, accepted)
+        self.journal.write()
+        self.hooks.commit()
+        self.journal.written()
 
-    def take(self, topic: str, session: Session, *, max_items: int, max_bytes: int, now: float) -> list[Stored]:
+    def take(self, topic: str, session: Session, *, max_items: int, max_bytes: int, now: float) -> list[Taken]:
         """`Topic.take`, never before `on_accept`."""
         self.publish()
-        return self.topic(topic).take(session, max_items=max_items, max_bytes=max_bytes, now=now)
+        of = self.topic(topic)
+        stored = of.take(session, max_items=max_items, max_bytes=max_bytes, now=now)
+        if self.journal.keeps:
+            return self._fetch(of, stored)
+        return [Taken(each.message_id, each.payload, each.redelivered) for each in stored if each.payload is not None]
 
     def refuse(self, topic: str, message_id: str, reason: str) -> None:
         """A receiver could not decode this message: it is settled and counted, and `on_refused` is told."""
@@ -128,5 +192,40 @@ class Exchange:
         stored = of.find(message_id)
         if stored is not None:
             of.settle((message_id,))
+            self._let_go(of)
             of.refuse()
             self.hooks.on_refused(topic, message_id, stored.group_id, reason)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _put_down(self, topic: str, accepted: Sequence[tuple[str, str]]) -> None:
+        """What is accepted, and was not settled on the spot, goes into the journal."""
+        of = self.topics[topic]
+        kept = [stored for message_id, _ in accepted if (stored := of.find(message_id)) is not None]
+        messages = [Incoming(each.message_id, each.group_id, each.payload) for each in kept if each.payload is not None]
+        for stored, ticket in zip(kept, self.journal.append(topic, messages), strict=True):
+            stored.ticket = ticket
+
+    def _let_go(self, topic: Topic) -> None:
+        if topic.gone:
+            self.journal.settle(topic.gone)
+            topic.gone = []
+
+    def _fetch(self, topic: Topic, stored: Sequence[Stored]) -> list[Taken]:
+        """Payloads of what was taken, which memory holds no longer. One that cannot be read is lost, and the hooks hear of it."""
+        taken = []
+        lost = []
+        for each in stored:
+            try:
+                payload = each.payload if each.payload is not None else self.journal.read(each.ticket)
+            except WrongRecord as error:
+                lost.append((each, str(error)))
+                continue
+            each.payload = None
+            taken.append(Taken(each.message_id, payload, each.redelivered))
+        if stored:
+            self.journal.mark_taken(topic.spec.name, max(each.ticket for each in stored))
+        for each, reason in lost:
+            self.settle(topic.spec.name, (each.message_id,))
+            self.hooks.on_lost(topic.spec.name, each.message_id, each.group_id, reason)
+        return taken

@@ -15,8 +15,8 @@ from asyncrl.clock import Clock
 from asyncrl.errors import FrameError, MessageTooLarge, StreamClosed
 from asyncrl.protocols.queue import Delivery, Message
 from asyncrl.transport.envelopes import pack, unpack
-from asyncrl.transport.exchange import Exchange
-from asyncrl.transport.records import Incoming, Session, Stored
+from asyncrl.transport.exchange import Exchange, Taken
+from asyncrl.transport.records import Incoming, Session
 
 if TYPE_CHECKING:
     from asyncrl.transport.topic import Topic
@@ -260,7 +260,7 @@ class LocalReceiver:
         self._inbox.extend(delivery for each in stored if (delivery := self._opened(each)) is not None)
         self._answered()
 
-    def _opened(self, stored: Stored) -> Delivery | None:
+    def _opened(self, stored: Taken) -> Delivery | None:
         try:
             return Delivery(unpack(stored.message_id, stored.payload), stored.redelivered)
         except FrameError as error:

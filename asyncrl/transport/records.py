@@ -27,15 +27,18 @@ class TopicSpec:
 
 @dataclass(slots=True)
 class Stored:
-    """An accepted message. `sequence`: its place in the order of acceptance; `holder`: who has it on lease."""
+    """An accepted message. `sequence`: its place in the order of acceptance; `holder`: who has it on lease; `size`: bytes of its
+    payload, which may lie in the journal alone (None here); `ticket`: the journal's, 0 where it is not in there."""
 
     sequence: int
     message_id: str
     group_id: str
-    payload: Payload
+    payload: Payload | None
+    size: int
     state: MessageState = "accepted"
     holder: Session | None = None
     redelivered: bool = False
+    ticket: int = 0
 
 
 class Incoming(NamedTuple):

@@ -65,6 +65,8 @@ class Topic:
         self._consumers: dict[Session, float] = {}  # when each was last heard
         self._sequence = 0
         self._stats = TopicStats()
+        self.gone: list[int] = []
+        """Tickets of messages that were settled, for whoever keeps the journal to take away."""
 
     # ── senders ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -205,14 +207,13 @@ class Topic:
         size = 0
         while len(taken) < max_items and (source := self._returned or self._ready):
             message_id, stored = source.popitem(last=False)
-            length = len(stored.payload)
-            size += length
+            size += stored.size
             if taken and size > max_bytes:
                 source[message_id] = stored
                 source.move_to_end(message_id, last=False)
                 break
             if stored.state == "accepted":
-                self._ready_bytes -= length
+                self._ready_bytes -= stored.size
             else:
                 stored.redelivered = True
                 self._stats.redelivered += 1
@@ -229,12 +230,27 @@ class Topic:
             if stored is not None:
                 self._forget(stored)
                 settled += 1
+                if stored.ticket:
+                    self.gone.append(stored.ticket)
         self._stats.settled += settled
         return settled
 
     def settle_group(self, group_id: str) -> int:
         """Every message of this group is done with; returns how many were here."""
         return self.settle(tuple(self._groups.get(group_id, ())))
+
+    def restore(self, message_id: str, group_id: str, size: int, ticket: int, *, taken: bool) -> None:
+        """A message that an earlier process accepted, whose payload lies in the journal; in the order of acceptance. One that was
+        taken is outside the bound, and is delivered again before the others."""
+        stored = Stored(self._sequence, message_id, group_id, None, size, "returned" if taken else "accepted", ticket=ticket)
+        self._sequence += 1
+        self._messages[message_id] = stored
+        self._groups.setdefault(group_id, set()).add(message_id)
+        if taken:
+            self._returned[message_id] = stored
+        else:
+            self._ready[message_id] = stored
+            self._ready_bytes += size
 
     def give_back(self, session: Session, message_ids: Iterable[str] | None = None) -> int:
         """This consumer's leases (all, or of these messages) end; what was not settled is delivered again, first, in the
@@ -326,9 +342,10 @@ class Topic:
 
     def _store(self, incoming: Incoming) -> None:
         message_id, group_id, payload = incoming
-        self._messages[message_id] = self._ready[message_id] = Stored(self._sequence, message_id, group_id, payload)
+        size = len(payload)
+        self._messages[message_id] = self._ready[message_id] = Stored(self._sequence, message_id, group_id, payload, size)
         self._sequence += 1
-        self._ready_bytes += len(payload)
+        self._ready_bytes += size
         group = self._groups.get(group_id)
         if group is None:
             self._groups[group_id] = {message_id}
@@ -353,7 +370,7 @@ class Topic:
             del self._groups[stored.group_id]
         if stored.state == "accepted":
             del self._ready[stored.message_id]
-            self._ready_bytes -= len(stored.payload)
+            self._ready_bytes -= stored.size
         elif stored.state == "returned":
             del self._returned[stored.message_id]
 

@@ -89,7 +89,6 @@ def test_every_problem_is_reported_at_once_in_the_order_of_the_lines(pipeline: P
     [
         ("algorithm.loss=gspo", "algorithm.loss is gspo, which is known but not built yet: use ppo_clip"),
         ("algorithm.loss={name: gspo}", "not built yet"),
-        ("queue.durability=process", "not built yet"),
         ("sync.mode=disk", "not built yet"),
         ("inference.engine=sglang", "not built yet"),
         ("algorithm.proximal=loglinear", "not built yet"),

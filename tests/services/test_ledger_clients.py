@@ -150,11 +150,11 @@ async def test_a_late_comer_is_told_that_old_events_are_gone(ledger, monkeypatch
 async def test_an_end_reaches_its_listener_before_any_watcher(ledger):
     client, local = ledger
     seen = []
-    local.on_end = lambda ids: seen.append((list(ids), local.num_watching))
+    local.on_end = lambda ids, step: seen.append((list(ids), step, local.num_watching))
     await queued(client, local, 1)
     await client.end([End(id_of(1), "failed")])
     await client.watch(0, timeout=60)
-    assert seen == [([id_of(1)], 0)]
+    assert seen == [([id_of(1)], 1, 0)]
 
 
 async def test_a_finished_step_is_in_the_file_when_the_call_returns(tmp_path):

@@ -9,10 +9,10 @@ from typing import Any
 
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
-from asyncrl.ledger.local import LocalLedgerClient
-from asyncrl.ledger.store import FILE_NAME, LedgerWriter
 from asyncrl.services.ledger_client import ledger_handlers
-from asyncrl.services.message_queue.settling import ROLLOUTS, SCORED, connect, topics_of
+from asyncrl.services.message_queue.beginning import Beginning
+from asyncrl.services.message_queue.recovery import Fresh, Recovery
+from asyncrl.services.message_queue.settling import ROLLOUTS, SCORED
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.services.tasks import first_to_end
 from asyncrl.transport.broker import Broker
@@ -23,23 +23,25 @@ BIND = "tcp://127.0.0.1:*"
 class MessageQueueService:
     """Hosts broker and ledger from `start` until `stop`; it has no end of its own, because others settle with it last.
 
-    `run` raises when the ledger's file refuses or the broker broke: without either the run cannot go on.
+    `run` raises when the ledger's file or the journal refuses, or the broker broke: without any of them the run cannot go on.
+    `recovery` says how this process begins.
     """
 
     name = "message_queue"
 
-    def __init__(self, config: Config, run_dir: Path, *, clock: Clock, bind: str = BIND):
-        self._config, self._run_dir, self._clock = config, run_dir, clock
+    def __init__(self, config: Config, run_dir: Path, *, clock: Clock, bind: str = BIND, recovery: Recovery | None = None):
+        self._config, self._clock, self._bind = config, clock, bind
         self._stop = asyncio.Event()
         self._state = "starting"
-        self._ledger = LocalLedgerClient()
-        self._queue = connect(self._ledger, topics_of(config), lease_seconds=config.queue.lease_seconds)
-        self._broker = Broker(self._queue.exchange, clock=clock, bind=bind)
+        self._beginning = Beginning(config, run_dir, recovery if recovery is not None else Fresh(), clock=clock)
+        self._ledger = self._beginning.ledger
         self._rpc = service_rpc(self)
+        self._broker: Broker
 
     async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
-        """Open the ledger's file, bind both sockets: ``rpc`` and ``broker``."""
-        self._ledger.write_to(LedgerWriter(self._run_dir / FILE_NAME, wall=self._clock.wall))
+        """Open the ledger and the journal where they stand, bind both sockets: ``rpc`` and ``broker``."""
+        self._beginning.begin()
+        self._broker = Broker(self._beginning.queue.exchange, clock=self._clock, bind=self._bind)
         self._rpc.add(ledger_handlers(self._ledger, self._counts))
         self._rpc.add({"queue.unsettled": self.unsettled, "queue.stats": self._broker.stats})
         addresses = {"broker": await self._broker.start(earlier.get("broker")), "rpc": await self._rpc.start(earlier.get("rpc"))}
@@ -54,6 +56,7 @@ class MessageQueueService:
         finally:
             await self._broker.close()
             self._ledger.close()
+            self._beginning.close()
             await self._rpc.close()
 
     async def stop(self) -> None:
@@ -65,6 +68,7 @@ class MessageQueueService:
             "state": self._state,
             "version": None,
             "steps": self._ledger.attempts.finished_steps,
+            "journal_lost": self._beginning.num_lost,
             "depth": {topic: int(stats[topic]["depth"]) for topic in (ROLLOUTS, SCORED)},
             "samples": self._ledger.samples(),
         }
@@ -84,9 +88,11 @@ class MessageQueueService:
         }
 
     def unsettled(self) -> dict[str, list[str]]:
-        """Text ids of the groups that have unsettled messages, by topic, in order of acceptance."""
-        exchange = self._queue.exchange
-        return {topic: list(dict.fromkeys(each.group_id for each in exchange.unsettled(topic))) for topic in (ROLLOUTS, SCORED)}
+        """Text ids of the groups that have unsettled messages, by topic, in order of acceptance; in `scored` also those that the
+        trainer holds since before this process began."""
+        queue = self._beginning.queue
+        rollouts = dict.fromkeys(each.group_id for each in queue.exchange.unsettled(ROLLOUTS))
+        return {ROLLOUTS: list(rollouts), SCORED: queue.queued()}
 
     def _counts(self) -> dict[str, Any]:
         attempts = self._ledger.attempts

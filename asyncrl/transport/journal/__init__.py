@@ -13,6 +13,6 @@ CPU for 8 KB and 3.4 ms for 5 MB, blobs 31 µs and 22 ms; 160 and 295 MB/s again
 step (segment, then rows) level 8 KB out (22 and 24 MB/s); 5 MB go at 133 MB/s against 44.
 """
 
-from asyncrl.transport.journal.journal import Journal, Lost, NoJournal, Recovered, SegmentJournal
+from asyncrl.transport.journal.journal import Fate, Journal, Lost, NoJournal, Recovered, SegmentJournal
 
-__all__ = ["Journal", "Lost", "NoJournal", "Recovered", "SegmentJournal"]
+__all__ = ["Fate", "Journal", "Lost", "NoJournal", "Recovered", "SegmentJournal"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from asyncrl.protocols.journal import JournalEntry, JournalIndex, Place
 from asyncrl.transport.blocks import Payload
@@ -29,6 +29,9 @@ SPARSE = 0.25
 """A full segment of which a smaller share is still needed is copied and deleted: it costs a third of a write at most."""
 
 log = logging.getLogger(__name__)
+
+
+Fate = Literal["deliver", "retain", "drop"]
 
 
 class Recovered(NamedTuple):
@@ -43,7 +46,7 @@ class Recovered(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A message whose record turned out to be wrong, and how. Its row is gone with the next transaction."""
+    """A message whose record turned out to be wrong, and how. Its row goes with the next transaction."""
 
     topic: str
     message_id: str
@@ -120,7 +123,7 @@ class _Waiting:
 
 
 class SegmentJournal:
-    """Payloads in `segments`, rows in `index`. `recover` comes first, once."""
+    """Payloads in `segments`, rows in `index`. First comes `open`, then `recover`, each once."""
 
     keeps = True
 
@@ -133,37 +136,50 @@ class SegmentJournal:
         self._live_bytes: dict[int, int] = {}
         self._total_bytes: dict[int, int] = {}
         self._retained: dict[str, list[int]] = {}
+        self._found: dict[int, JournalEntry] = {}
+        self._taken: dict[str, int] = {}
         self._emptied: set[int] = set()
         self._wrong: set[int] = set()  # segments that hold a wrong record: not copied
         self._freed_bytes = 0  # since segments were last looked through
         self.num_lost = 0
 
-    def recover(self, is_retained: Callable[[str, str], bool]) -> tuple[list[Recovered], list[Lost]]:
-        """What an earlier process left, in the order of acceptance: what is to be delivered, and what turned out to be wrong.
-        `is_retained(topic, group_id)` tells what is kept without being delivered. Files that no row names are deleted."""
-        recovered: list[Recovered] = []
+    def open(self) -> tuple[list[JournalEntry], list[Lost]]:
+        """What an earlier process left, in the order of acceptance: what is whole, and what turned out to be wrong. Files that no
+        row names are deleted."""
         lost: list[Lost] = []
-        taken = self._index.taken()
-        self._next_ticket = max([self._next_ticket, *(ticket + 1 for ticket in taken.values())])
-        for ticket, topic, message_id, group_id, place in self._index.entries():
-            self._next_ticket = ticket + 1
-            was_taken = ticket <= taken.get(topic, 0)
+        taken = self._taken = dict(self._index.taken())
+        self._next_ticket = max([0, *taken.values()]) + 1
+        for entry in self._index.entries():
+            ticket, topic, message_id, group_id, place = entry
+            self._next_ticket = max(self._next_ticket, ticket + 1)
             try:
                 self.segments.read(place)
             except WrongRecord as error:
-                lost.append(Lost(topic, message_id, group_id, was_taken, str(error)))
+                lost.append(Lost(topic, message_id, group_id, ticket <= taken.get(topic, 0), str(error)))
                 self._index.remove((ticket,))
-                continue
-            self._stand(ticket, place)
-            if is_retained(topic, group_id):
-                self._retained.setdefault(group_id, []).append(ticket)
+                log.error("the queue's journal lost %s of topic %s: %s", message_id, topic, error)
             else:
-                recovered.append(Recovered(ticket, topic, message_id, group_id, place.size, was_taken))
-        for each in lost:
-            log.error("the queue's journal lost %s of topic %s: %s", each.message_id, each.topic, each.reason)
+                self._stand(ticket, place)
+                self._found[ticket] = entry
         self.num_lost += len(lost)
         self.segments.drop(segment for segment in self.segments.found if segment not in self._tickets)
-        return recovered, lost
+        return list(self._found.values()), lost
+
+    def recover(self, fate: Callable[[str, str], Fate]) -> list[Recovered]:
+        """What is to be delivered of what `open` found, in the order of acceptance; `fate(topic, group_id)` says what is not."""
+        recovered: list[Recovered] = []
+        for ticket, topic, message_id, group_id, place in self._found.values():
+            match fate(topic, group_id):
+                case "deliver":
+                    recovered.append(
+                        Recovered(ticket, topic, message_id, group_id, place.size, ticket <= self._taken.get(topic, 0))
+                    )
+                case "retain":
+                    self.retain(group_id, (ticket,))
+                case "drop":
+                    self.settle((ticket,))
+        self._found.clear()
+        return recovered
 
     def append(self, topic: str, messages: Sequence[Incoming]) -> Sequence[int]:
         first = self._next_ticket
@@ -191,7 +207,9 @@ class SegmentJournal:
         return list(self._retained)
 
     def mark_taken(self, topic: str, ticket: int) -> None:
-        self._index.mark_taken(topic, ticket)
+        if ticket > self._taken.get(topic, 0):
+            self._taken[topic] = ticket
+            self._index.mark_taken(topic, ticket)
 
     def write(self) -> None:
         if self._waiting:
