@@ -33,7 +33,7 @@ class Receiver:
     def __init__(self, target):
         self.target, self.closed, self.alive = target, 0, True
 
-    def start(self) -> str:
+    def start(self, bind: str | None = None) -> str:
         return "tcp://weights"
 
     def close(self) -> None:
