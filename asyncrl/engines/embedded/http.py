@@ -164,6 +164,7 @@ class HttpFront:
                 "is_generation": True,
                 "weight_version": self._engine.version,
                 "max_context_tokens": self._limits.context,
+                "batch_invariant": self._engine.batch_invariant,
             }
         )
 

@@ -85,6 +85,10 @@ class EngineLoop:
         return self._scheduler.version
 
     @property
+    def batch_invariant(self) -> bool:
+        return self._runner.batch_invariant
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 

@@ -64,6 +64,10 @@ class ModelRunner:
         except Exception as error:  # boundary: a foreign model's code, which may dislike our cache or masks in any way
             raise self._cannot_serve(f"it does not take keys, values and masks from outside ({error})") from error
 
+    @property
+    def batch_invariant(self) -> bool:
+        return self._invariant is not None
+
     @torch.inference_mode()
     def prefill(self, slots: Sequence[int], tokens: Sequence[npt.NDArray[np.int32]]) -> None:
         """Compute and store the keys and values of tokens[i] in slots[i], from position 0.
