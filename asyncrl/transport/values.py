@@ -15,7 +15,7 @@ import numpy as np
 from asyncrl.errors import MalformedFrame, TruncatedFrame
 
 _ARRAY = 1
-_KINDS = "biuf"
+_DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))}
 
 
 def pack_values(value: Any) -> list[bytes]:
@@ -28,7 +28,7 @@ def pack_values(value: Any) -> list[bytes]:
     def array_or_scalar(item: Any) -> Any:
         if isinstance(item, np.generic):
             return item.item()
-        if isinstance(item, np.ndarray) and item.dtype.kind in _KINDS:
+        if isinstance(item, np.ndarray) and item.dtype.str in _DTYPES:
             arrays.append(item.tobytes())
             return msgpack.ExtType(_ARRAY, msgpack.packb([len(arrays), item.dtype.str, item.shape]))
         raise TypeError(f"a message carries plain values and numeric arrays, not {type(item).__name__}")
@@ -62,9 +62,9 @@ def _view(frames: Sequence[bytes], index: Any, dtype_text: Any, shape: Any) -> n
         raise MalformedFrame(f"an array's shape must be sizes of 0 or more, found {shape}")
     if not 1 <= index < len(frames):
         raise TruncatedFrame(f"the header names array frame {index}, but {len(frames) - 1} came")
-    dtype = np.dtype(dtype_text)
-    if dtype.kind not in _KINDS:
-        raise MalformedFrame(f"arrays are numeric, found dtype {dtype_text}")
+    dtype = _DTYPES.get(dtype_text)
+    if dtype is None:
+        raise MalformedFrame(f"the dtype of an array is one of {', '.join(_DTYPES)}, found {dtype_text[:40]!r}")
     expected = math.prod(shape) * dtype.itemsize
     if len(frames[index]) != expected:
         raise TruncatedFrame(f"array frame {index} should have {expected} bytes, found {len(frames[index])}")
