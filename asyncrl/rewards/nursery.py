@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
@@ -61,14 +62,15 @@ class Child:
         return None if value == 0 else int(value) - 1
 
     def kill(self) -> None:
-        """SIGKILL: a function that holds the interpreter's lock hears nothing else."""
-        self._process.kill()
+        """SIGKILL, with whatever the functions started: one that holds the interpreter's lock hears nothing else."""
+        if self._process.returncode is None:  # not reaped yet, so the group's number is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._writer.close()
 
     async def ended(self) -> str:
         """Kill what is left, reap it, and say how it ended."""
-        self._process.kill()
-        self._writer.close()
+        self.kill()
         for _ in range(round(END_SECONDS / POLL_SECONDS)):
             if self._process.poll() is not None:
                 break
@@ -164,6 +166,7 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                process_group=0,  # of its own, to be killed as a whole
                 pass_fds=(theirs.fileno(), mark_fd),
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl.errors import UserError
@@ -138,6 +139,15 @@ async def test_no_process_is_left_after_close():
     await asyncio.sleep(0)
     with pytest.raises(ProcessLookupError):
         os.kill(int(result.reward), 0)
+
+
+async def test_what_a_function_started_ends_with_it(tmp_path):
+    note = tmp_path / "pid"
+    assert await scores(f"start:{note}", "ok:2") == [(None, "f0: timeout after 0.3 s"), (2.0, None)]
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(note.read_text())) and psutil.Process(int(note.read_text())).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
 
 
 HOST = """

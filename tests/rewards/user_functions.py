@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import time
 
 
@@ -28,6 +29,10 @@ def by_text(response):
             time.sleep(600)
         case ["hold"]:  # one call in C that never lets go of the interpreter's lock
             re.match(r"(a+)+b", "a" * 40)
+        case ["start", file]:  # a process of its own, that nobody waits for
+            with open(file, "w") as note:
+                note.write(str(subprocess.Popen(["sleep", "600"]).pid))
+            time.sleep(600)
         case ["pid"]:
             return os.getpid()
     return 0.0
