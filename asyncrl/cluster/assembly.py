@@ -176,7 +176,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     from asyncrl.engines.client import FleetClient
     from asyncrl.engines.tokenizer import HfTokenizer
     from asyncrl.services.ledger_client import RpcLedgerClient
-    from asyncrl.services.rollouter.parts import RollouterParts, RpcScorer
+    from asyncrl.services.rollouter import RollouterParts, RpcScorer
     from asyncrl.tracking.remote import RemoteTracker
     from asyncrl.transport.client import QueueSender
     from asyncrl.transport.rpc import RpcClient
@@ -199,7 +199,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
         sender=QueueSender(book["message_queue"]["broker"], "rollouts", producer="rollouter"),
         ledger=RpcLedgerClient(queue),
         fleet=fleet,
-        scorer=RpcScorer(reward),
+        scorer=RpcScorer(reward, away_seconds=_away_seconds(config)),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         on_fleet=engine.update,
         run_dir=Path(spec.run_dir),
@@ -216,6 +216,7 @@ def _reward_front(spec: RunSpec, row: Row, life: Life) -> Service:
         min_scored=config.reward.min_scored,
         limit_seconds=config.reward.timeout_seconds,
         num_functions=len(config.reward.functions),
+        max_worker_deaths=config.reward.max_worker_deaths,
         clock=CLOCK,
     )
 
@@ -244,7 +245,8 @@ def _reward_worker(spec: RunSpec, index: int) -> Service:
     from asyncrl.rewards.function import FunctionSpec
     from asyncrl.services.reward import RewardWorker
 
-    reward = spec.parsed_config().reward
+    config = spec.parsed_config()
+    reward = config.reward
     functions: list[tuple[str, str | Callable[..., Any]]] = [
         (entry.function, spec.objects.rewards.get(position, entry.function)) for position, entry in enumerate(reward.functions)
     ]
@@ -255,7 +257,12 @@ def _reward_worker(spec: RunSpec, index: int) -> Service:
         concurrency=reward.concurrency,
         output=logs.log_path(Path(spec.run_dir), f"reward/{index}"),
     )
-    return RewardWorker(index, executor, concurrency=reward.concurrency, clock=CLOCK)
+    return RewardWorker(index, executor, concurrency=reward.concurrency, clock=CLOCK, silence_seconds=_away_seconds(config))
+
+
+def _away_seconds(config: Config) -> float:
+    """How long a row may be away that is started again: its start, and what comes before it."""
+    return 2 * config.cluster.start_timeout_seconds
 
 
 _BUILDERS: dict[str, Callable[[RunSpec, Row, Life], Service]] = {

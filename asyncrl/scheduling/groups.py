@@ -174,7 +174,7 @@ def _scored_group(group_id: GroupId, group: _Open) -> ScoredGroup:
     return ScoredGroup(
         id=group_id,
         group_size=group.group_size,
-        start_version=first.start_version,
+        start_version=min(member.start_version for member in members),  # members of one that was generated again differ
         prompt_tokens=next((m.prompt_tokens for m in members if len(m.prompt_tokens)), first.prompt_tokens),
         members=np.array(order, np.int32),
         lengths=np.array([len(m.response_tokens) for m in members], np.int32),

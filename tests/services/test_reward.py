@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.clock import SystemClock
-from asyncrl.errors import StreamClosed
+from asyncrl.errors import IllegalTransition, RemoteError, StreamClosed
 from asyncrl.messages import ScoredGroup
 from asyncrl.protocols import Delivery
 from asyncrl.rewards import FunctionSpec
@@ -84,16 +84,19 @@ class Bench:
     def __init__(self, functions, *, limit_seconds=0.5, min_scored=2):
         self.rollouts, self.scored, self.ledger, self.tracker = Rollouts(), Scored(), Ends(), MemoryTracker()
         self.kept = []
-        parts = FrontParts(self.rollouts, self.scored, self.ledger, self.tracker, self.kept.append)
-        self.functions, self.limit = functions, limit_seconds
-        self.front = RewardFront(
-            lambda book: parts,
-            min_scored=min_scored,
-            limit_seconds=limit_seconds,
-            num_functions=len(functions),
+        self.parts = FrontParts(self.rollouts, self.scored, self.ledger, self.tracker, self.kept.append)
+        self.functions, self.limit, self.min_scored = functions, limit_seconds, min_scored
+        self.front = self.make_front()
+        self.tasks, self.workers = [], []
+
+    def make_front(self):
+        return RewardFront(
+            lambda book: self.parts,
+            min_scored=self.min_scored,
+            limit_seconds=self.limit,
+            num_functions=len(self.functions),
             clock=SystemClock(),
         )
-        self.tasks, self.workers = [], []
 
     async def begin(self, num_workers=1):
         self.book = {"reward": await self.front.start()}
@@ -103,14 +106,20 @@ class Bench:
         self.client = RpcClient(self.book["reward"]["rpc"])
         return self
 
-    async def add_worker(self, index, executor=None):
+    def worker(self, index, executor=None):
         specs = [FunctionSpec.of(f"f{i}", function) for i, function in enumerate(self.functions)]
         executor = executor or FunctionExecutor(specs, [1.0] * len(specs), limit_seconds=self.limit, concurrency=8)
-        worker = RewardWorker(index, executor, concurrency=8, clock=SystemClock())
+        return RewardWorker(index, executor, concurrency=8, clock=SystemClock())
+
+    async def add_worker(self, index, executor=None):
+        worker = self.worker(index, executor)
         await worker.start()
+        self.follow(worker)
+        return worker
+
+    def follow(self, worker):
         self.workers.append(worker)
         self.tasks.append(asyncio.create_task(worker.run(self.book)))
-        return worker
 
     async def end(self):
         await self.client.close()
@@ -251,16 +260,88 @@ async def test_samples_of_a_worker_that_is_restarted_are_scored_by_the_next():
         assert b.scored.groups[0].rewards.tolist() == [1.0, 0.0]
 
 
-async def test_samples_that_are_lost_twice_failed():
+async def test_a_sample_that_workers_died_with_failed_and_its_neighbour_did_not():
     async with bench("exact_match", num_workers=0) as b:
-        for _ in range(2):
-            lost = await b.add_worker(0, Hanging())
-            b.rollouts.feed(*group(0, "yes", "no"))
-            await until(lambda: b.front.status()["being_scored"] == 2)
-            await lost.stop()
+        lost = await b.add_worker(0, Hanging())
+        b.rollouts.feed(*group(0, "yes", "no"))
+        await until(lambda: b.front.status()["being_scored"] == 2)
+        await lost.stop()
+        lost = await b.add_worker(0, Hanging())
+        await until(lambda: b.front.status()["being_scored"] == 1)
+        await lost.stop()
         await b.add_worker(0)
         await until(lambda: b.ledger.ends)
-        assert b.ledger.ends[0].reason == "too few scored: 0 of 2, reward worker died"
+        assert b.ledger.ends[0].reason == "too few scored: 1 of 2, its worker died 2 times while scoring it"
+
+
+async def test_a_worker_that_is_back_at_its_address_is_noticed_at_once_and_does_not_do_what_the_one_before_was_asked():
+    async with bench("exact_match", num_workers=0) as b:
+        lost = await b.add_worker(0, Hanging())
+        b.rollouts.feed(*group(0, "yes", "no"))
+        await until(lambda: b.front.status()["being_scored"] == 2)
+        await lost.stop()
+        await until(lambda: lost.status()["state"] == "DONE")
+        back = b.worker(0)
+        began = asyncio.get_running_loop().time()
+        await back.start({"rpc": lost._address})
+        b.follow(back)
+        await until(lambda: b.scored.groups)
+        assert asyncio.get_running_loop().time() - began < 5.0
+        assert back.status()["samples"] == 2
+        client = RpcClient(lost._address)
+        with pytest.raises(RemoteError, match="was started again"):
+            await client.call("score", timeout=5.0, items=[{"response": "yes"}], incarnation="another")
+        await client.close()
+
+
+class OneSided:
+    """A ledger in which a front before this one has said another end of the group."""
+
+    def __init__(self):
+        self.calls = []
+
+    async def end(self, ends):
+        self.calls.append([str(end.id) for end in ends])
+        if any(end.id.row == 0 for end in ends):
+            raise IllegalTransition("group 0/0/0 cannot become failed: it is ended")
+
+
+async def test_a_group_that_has_another_end_keeps_it_and_the_front_goes_on():
+    async with bench(SYNC) as b:
+        b.ledger = OneSided()
+        object.__setattr__(b.parts, "ledger", b.ledger)
+        groups = [group(0, "none", "none"), group(1, "none", "none")]
+        b.rollouts.feed(*groups[0], *groups[1])
+        await until(lambda: b.front.in_flight() == [] and b.ledger.calls)
+        assert b.ledger.calls[-1] == [str(groups[1][0].id.group)]
+
+
+async def test_a_front_that_takes_a_lost_ones_place_scores_what_the_queue_gives_it_again():
+    async with bench("exact_match") as b:
+        whole, half = group(0, "yes", "no"), group(1, "yes", "no")
+        b.rollouts.feed(*whole, half[0])
+        await until(lambda: b.scored.groups)
+        address = b.book["reward"]["rpc"]
+        b.tasks[0].cancel()
+        await asyncio.gather(b.tasks[0], return_exceptions=True)
+        b.rollouts.feed(half[0])  # the queue gives it again; what was scored it does not
+        b.front = b.make_front()
+        await b.front.start({"rpc": address})
+        b.tasks[0] = asyncio.create_task(b.front.run(b.book))
+        b.rollouts.feed(half[1])
+        await until(lambda: len(b.scored.groups) == 2)
+        assert b.scored.groups[1].rewards.tolist() == [1.0, 0.0]
+
+
+async def test_a_stream_that_the_front_before_had_ended_stays_so():
+    async with bench("exact_match") as b:
+
+        async def closed():
+            raise StreamClosed("topic scored has ended")
+
+        b.scored.close = closed
+        b.rollouts.end()
+        await until(lambda: b.front.status()["state"] == "DRAINED")
 
 
 async def test_members_that_never_come_fail_their_group_at_the_end_of_the_data():

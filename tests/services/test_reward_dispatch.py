@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def test_evaluation_yields_to_rollouts():
     assert keys(dispatcher.assign()) == [100, 101]
 
 
-def test_samples_of_a_lost_worker_go_first_to_another_once():
+def test_samples_of_a_lost_worker_go_again_one_by_one_so_that_none_fails_for_its_neighbour():
     dispatcher = Dispatcher()
     dispatcher.register(worker(), 0.0)
     dispatcher.submit(jobs(2))
@@ -82,10 +83,44 @@ def test_samples_of_a_lost_worker_go_first_to_another_once():
     assert dispatcher.silent(11.0, 10.0) == ["reward/0"]
     assert dispatcher.lose("reward/0") == []
     dispatcher.register(worker("reward/1"), 11.0)
-    assert keys(dispatcher.assign()) == [0, 1, 2, 3]
-    assert [job.key for job in dispatcher.lose("reward/1")] == [0, 1]
+    assert keys(dispatcher.assign()) == [0]
+    assert dispatcher.assign() is None, "nothing goes with it"
+    assert [job.key for job in dispatcher.lose("reward/1")] == [0]
     dispatcher.register(worker("reward/2"), 12.0)
+    alone = dispatcher.assign()
+    assert keys(alone) == [1]
+    dispatcher.finish(alone, 0.0001)
     assert keys(dispatcher.assign()) == [2, 3]
+
+
+def test_others_go_on_while_a_worker_runs_dry_for_a_sample_that_goes_alone():
+    dispatcher = Dispatcher()
+    for name in ("reward/0", "reward/1"):
+        dispatcher.register(worker(name), 0.0)
+    dispatcher.submit(jobs(1))
+    dispatcher.assign()
+    dispatcher.lose("reward/0")
+    dispatcher.register(worker("reward/2", serial=False), 1.0)
+    dispatcher.submit(jobs(1, first=1))
+    assert keys(dispatcher.assign()) == [0]
+    assert keys(dispatcher.assign()) == [1]
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3, 5])
+def test_a_sample_fails_with_the_last_of_the_workers_that_it_may_be_lost_with(deaths):
+    dispatcher = Dispatcher(deaths)
+    dispatcher.submit(jobs(3))
+    failed = []
+    for life in range(100):
+        failed += dispatcher.register(worker(incarnation=str(life)), 0.0)
+        batch = dispatcher.assign()
+        if batch is None:
+            break
+        if all(job.key for job in batch.jobs):  # sample 0 kills
+            dispatcher.finish(batch, 0.1)
+    assert [job.key for job in failed] == ([0, 1, 2] if deaths == 1 else [0])
+    assert dispatcher.num_waiting == dispatcher.num_assigned == 0
+    assert failed[0].losses == deaths
 
 
 def test_a_restarted_worker_has_lost_what_its_predecessor_held():

@@ -3,7 +3,8 @@
 - Samples of rollouts go before those of evaluation; each kind goes in the order it came.
 - A batch is one message. Cheap samples travel all together; dear ones spread over the workers.
 - A serial worker has at most two batches (one that it works on, one that waits), a concurrent one at most `slots` samples.
-- A sample whose worker was lost goes first to another, once; a second loss is its failure.
+- A sample whose worker was lost goes first to the next one that has room. One that so many workers were lost with that the next
+  loss is its failure goes alone, to a worker that has nothing else: so no sample fails for what its neighbour does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import dataclass, field
 
 from asyncrl.rewards import Item
 
-LOSSES_ALLOWED = 1
 BATCHES_OF_A_SERIAL_WORKER = 2
 BATCH_SECONDS = 0.05  # a batch of dear samples takes about this long
 CHEAP_SECONDS = 0.002  # less work than this is not worth a second message
@@ -24,7 +24,7 @@ LARGEST_BATCH = 256
 
 @dataclass
 class Job:
-    """One sample on its way to a score. `key` is whatever its sender knows it by."""
+    """One sample on its way to a score. `key` is whatever its sender knows it by; `losses`: workers that it was lost with."""
 
     key: Hashable
     item: Item
@@ -45,9 +45,12 @@ class WorkerView:
 
 @dataclass
 class _Worker:
+    """`alone`: it has one sample that is to answer for the worker's life by itself."""
+
     view: WorkerView
     seen: float
     batches: dict[int, list[Job]] = field(default_factory=dict)
+    alone: bool = False
 
     @property
     def load(self) -> int:
@@ -55,6 +58,8 @@ class _Worker:
 
     @property
     def room(self) -> int:
+        if self.alone and self.batches:
+            return 0
         if self.view.is_serial:
             return LARGEST_BATCH if len(self.batches) < BATCHES_OF_A_SERIAL_WORKER else 0
         return self.view.slots - self.load
@@ -70,9 +75,12 @@ class Batch:
 
 
 class Dispatcher:
-    """`submit`, `assign`, `finish`; `register` and `silent` keep the list of workers."""
+    """`submit`, `assign`, `finish`; `register` and `silent` keep the list of workers. max_losses: a sample that so many workers
+    were lost with has failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_losses: int = 2) -> None:
+        self._max_losses = max_losses
+        self._suspects: deque[Job] = deque()  # one loss away from their failure
         self._rollouts: deque[Job] = deque()
         self._evaluation: deque[Job] = deque()
         self._workers: dict[str, _Worker] = {}
@@ -81,6 +89,11 @@ class Dispatcher:
 
     def submit(self, jobs: Sequence[Job], *, evaluation: bool = False) -> None:
         (self._evaluation if evaluation else self._rollouts).extend(jobs)
+
+    def is_new(self, view: WorkerView) -> bool:
+        """Whether this worker, or this life of it, is not known yet."""
+        known = self._workers.get(view.name)
+        return known is None or known.view.incarnation != view.incarnation
 
     def register(self, view: WorkerView, now: float) -> list[Job]:
         """A worker is there, or still there. What an earlier incarnation of it held is lost: the jobs that thereby failed."""
@@ -94,16 +107,28 @@ class Dispatcher:
 
     def assign(self) -> Batch | None:
         """The next batch to send; None when nothing waits or nobody has room."""
-        waiting = self._rollouts or self._evaluation
         free = [worker for worker in self._workers.values() if worker.room > 0]
+        if self._suspects and self._workers:
+            least = min(self._workers.values(), key=lambda worker: (worker.load, worker.alone))
+            if not least.load:
+                return self._give(least, [self._suspects.popleft()], alone=True)
+            free = [worker for worker in free if worker is not least]  # it is let run dry for the first suspect
+        waiting = self._rollouts or self._evaluation
         if not waiting or not free:
             return None
         worker = min(free, key=lambda candidate: candidate.load)
         size = min(self._batch_size(len(waiting)), worker.room)
-        jobs = [waiting.popleft() for _ in range(size)]
+        return self._give(worker, [waiting.popleft() for _ in range(size)])
+
+    def _give(self, worker: _Worker, jobs: list[Job], *, alone: bool = False) -> Batch:
         number = next(self._numbers)
-        worker.batches[number] = jobs
+        worker.batches[number], worker.alone = jobs, alone
         return Batch(number, worker.view, tuple(jobs))
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether its worker is still to do this batch."""
+        worker = self._workers.get(batch.worker.name)
+        return worker is not None and batch.number in worker.batches
 
     def finish(self, batch: Batch, seconds: float) -> bool:
         """The batch was answered, after `seconds` of work. False when it was given up before: its answers come too late."""
@@ -141,7 +166,7 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._rollouts) + len(self._evaluation)
+        return len(self._suspects) + len(self._rollouts) + len(self._evaluation)
 
     @property
     def num_assigned(self) -> int:
@@ -150,8 +175,10 @@ class Dispatcher:
     def _lost(self, jobs: Sequence[Job]) -> list[Job]:
         for job in jobs:
             job.losses += 1
-        self._rollouts.extendleft(job for job in reversed(jobs) if job.losses <= LOSSES_ALLOWED)
-        return [job for job in jobs if job.losses > LOSSES_ALLOWED]
+        left = [job for job in jobs if job.losses < self._max_losses]
+        self._rollouts.extendleft(job for job in reversed(left) if job.losses < self._max_losses - 1)
+        self._suspects.extend(job for job in left if job.losses == self._max_losses - 1)
+        return [job for job in jobs if job.losses >= self._max_losses]
 
     def _batch_size(self, waiting: int) -> int:
         """All that waits while it is cheap; else an even share per worker, of about BATCH_SECONDS."""

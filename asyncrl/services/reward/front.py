@@ -8,7 +8,8 @@ _watch      workers' registrations  a second to pass               the clock
 (a task)    one batch               a worker's answer              the worker, or its loss
 
 `_receive` never waits for workers or for the `scored` topic: what is here is bounded by the admitted groups, by no buffer's size.
-A trajectory is here until its group's end is accepted by the queue or by the ledger; `in_flight` names those groups.
+A trajectory is here until its group's end is accepted by the queue or by the ledger; `in_flight` names those groups. A front that
+takes a lost one's place gets them again from the queue; what had an end already the queue has dropped.
 After the end of data the front closes its side of `scored`, and goes on scoring evaluation until it is told to stop.
 """
 
@@ -16,13 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from asyncrl.clock import Clock
-from asyncrl.errors import FrameError, RunError, StreamClosed, TransportError
+from asyncrl.errors import FrameError, IllegalTransition, RunError, StreamClosed, TransportError
 from asyncrl.messages import GroupId, ScoredGroup, TrajectoryId
 from asyncrl.protocols import End, LedgerClient, Receiver, Sender, Tracker
 from asyncrl.rewards import Item, item_of
@@ -69,7 +71,7 @@ class FrontParts:
 
 class RewardFront:
     """Row `reward`. parts: called in `run` with everybody's addresses. limit_seconds: `reward.timeout_seconds`, which bounds the
-    wait for a worker's answer; num_functions: how many calls a sample takes."""
+    wait for a worker's answer; num_functions: how many calls a sample takes; max_worker_deaths: with a sample, and it failed."""
 
     name = "reward"
 
@@ -80,13 +82,16 @@ class RewardFront:
         min_scored: int,
         limit_seconds: float,
         num_functions: int,
+        max_worker_deaths: int = 2,
         clock: Clock,
         connect: Callable[[str], Link] = RpcClient,
     ):
         self._make_parts, self._clock, self._connect = parts, clock, connect
         self._call_seconds = num_functions * (limit_seconds + 1.0)
         self._assembler = GroupAssembler(min_scored)
-        self._dispatcher = Dispatcher()
+        self._dispatcher = Dispatcher(max_worker_deaths)
+        self._deaths = f"its worker died {max_worker_deaths} times while scoring it"
+        self._incarnation = uuid.uuid4().hex
         self._meter = ScoreMeter(clock)
         self._links: dict[str, Link] = {}
         self._calls: set[asyncio.Task[None]] = set()
@@ -100,7 +105,15 @@ class RewardFront:
         self._crashed = asyncio.Event()
         self._state = "STARTING"
         self._worker_seen = clock.now()
-        self._rpc = service_rpc(self, {"register": self.register, "score": self.score, "in_flight": self.in_flight})
+        self._rpc = service_rpc(
+            self,
+            {
+                "register": self.register,
+                "score": self.score,
+                "in_flight": self.in_flight,
+                "incarnation": lambda: self._incarnation,
+            },
+        )
 
     # ---- the service -------------------------------------------------------------------------------------------
 
@@ -148,11 +161,15 @@ class RewardFront:
     async def register(
         self, *, worker: str, incarnation: str, address: str, fields: Sequence[str], is_serial: bool, slots: int
     ) -> None:
-        """A worker says that it lives. Its first word makes it one of those that get samples."""
+        """A worker says that it lives. Its first word makes it one of those that get samples; that of another life in its place
+        gives back at once what the one before had, and calls on their way to that one end."""
         view = WorkerView(worker, incarnation, address, tuple(fields), is_serial, slots)
-        self._fail(self._dispatcher.register(view, self._clock.now()), "reward worker died")
-        if address not in self._links:
-            self._links[address] = self._connect(address)
+        is_new = self._dispatcher.is_new(view)
+        self._fail(self._dispatcher.register(view, self._clock.now()), self._deaths)
+        if is_new:
+            before, self._links[address] = self._links.get(address), self._connect(address)
+            if before is not None:
+                await before.close()
         self._pump()
 
     async def score(self, *, items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -172,7 +189,10 @@ class RewardFront:
     async def _work(self, parts: FrontParts) -> None:
         """Until the data has ended and everything is sent; then close the stream and wait to be stopped."""
         await all_to_end(self._receive(parts.receiver), self._send(parts.sender), self._give_up(parts))
-        await parts.sender.close()
+        try:
+            await parts.sender.close()
+        except StreamClosed as error:
+            log.info("the stream of scored groups had ended before: %s", error)
         self._state = "DRAINED"
         await self._stop.wait()
 
@@ -209,7 +229,7 @@ class RewardFront:
         """Tell the ledger of failed groups. They leave live at once, so this never waits behind a full `scored` topic."""
         while await self._failed.filled():
             groups = self._failed.take()
-            await parts.ledger.end([End(group.id, "failed", group.reason) for group in groups])
+            await _end_failed(parts.ledger, groups)
             self._release(groups)
             if parts.keep_failed is not None:
                 for group in groups:
@@ -223,7 +243,7 @@ class RewardFront:
             now = self._clock.now()
             for name in self._dispatcher.silent(now, SILENCE_SECONDS):
                 log.warning("%s was silent for %.0f s: its samples go to another", name, SILENCE_SECONDS)
-                self._fail(self._dispatcher.lose(name), "reward worker died")
+                self._fail(self._dispatcher.lose(name), self._deaths)
             if self._dispatcher.num_workers:
                 self._worker_seen = now
             elif self._dispatcher.num_waiting and now - self._worker_seen > NO_WORKER_SECONDS:
@@ -247,10 +267,12 @@ class RewardFront:
         items = [{field: job.item.get(field) for field in batch.worker.fields} for job in batch.jobs]
         timeout = self._call_seconds * 2 * max(self._dispatcher.num_assigned, 1) + CALL_MARGIN_SECONDS
         try:
-            answer = await self._links[batch.worker.address].call("score", timeout=timeout, items=items)
+            link = self._links[batch.worker.address]
+            answer = await link.call("score", timeout=timeout, items=items, incarnation=batch.worker.incarnation)
         except (TransportError, FrameError) as error:
-            log.warning("%s did not score %d samples: %s", batch.worker.name, len(batch.jobs), error)
-            self._fail(self._dispatcher.give_up(batch), f"reward worker failed ({error})")
+            if self._dispatcher.holds(batch):
+                log.warning("%s did not score %d samples: %s", batch.worker.name, len(batch.jobs), error)
+                self._fail(self._dispatcher.give_up(batch), f"reward worker failed ({error})")
         else:
             if self._dispatcher.finish(batch, answer["seconds"]):
                 self._record(batch.jobs, [MemberScore(*score) for score in answer["scores"]])
@@ -331,3 +353,16 @@ class RewardFront:
         for close in parts.closers:
             await close()
         await self._rpc.close()
+
+
+async def _end_failed(ledger: LedgerClient, groups: Sequence[FailedGroup]) -> None:
+    """These groups have failed; one that has another end by now, said by a front before this one, keeps that."""
+    ends = [End(group.id, "failed", group.reason) for group in groups]
+    try:
+        await ledger.end(ends)
+    except IllegalTransition:
+        for end in ends:
+            try:
+                await ledger.end([end])
+            except IllegalTransition as error:
+                log.warning("group %s did not fail after all: %s", end.id, error)

@@ -29,17 +29,25 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
-FRONT_SILENCE_SECONDS = 60.0
 
 
 class RewardWorker:
-    """concurrency: `reward.concurrency`, the samples that it takes at once when functions are async."""
+    """concurrency: `reward.concurrency`, the samples that it takes at once when functions are async. silence_seconds: a front
+    that is away for longer does not come back; until then the worker waits for it, or for another in its place."""
 
     def __init__(
-        self, index: int, executor: Executor, *, concurrency: int, clock: Clock, connect: Callable[[str], Link] = RpcClient
+        self,
+        index: int,
+        executor: Executor,
+        *,
+        concurrency: int,
+        clock: Clock,
+        connect: Callable[[str], Link] = RpcClient,
+        silence_seconds: float = 240.0,
     ):
         self.name = f"reward/{index}"
         self._executor, self._concurrency, self._clock, self._connect = executor, concurrency, clock, connect
+        self._silence_seconds = silence_seconds
         self._incarnation = uuid.uuid4().hex
         self._address = self.name  # until `start` has bound a socket
         self._stop = asyncio.Event()
@@ -81,8 +89,11 @@ class RewardWorker:
         """Nothing of its own: the front sums up."""
         return {}
 
-    async def score(self, *, items: Sequence[Item]) -> dict[str, Any]:
-        """{"scores": [[reward, components, metrics, failure] a sample, in order], "seconds": how long it took}."""
+    async def score(self, *, items: Sequence[Item], incarnation: str) -> dict[str, Any]:
+        """{"scores": [[reward, components, metrics, failure] a sample, in order], "seconds": how long it took}. Raises RunError
+        for samples that were meant for another life of this worker: the front hands those out anew."""
+        if incarnation != self._incarnation:
+            raise RunError(f"{self.name} was started again: these samples were for the one before")
         began = self._clock.now()
         scores = await self._executor.run(items)
         seconds = self._clock.now() - began
@@ -97,8 +108,8 @@ class RewardWorker:
                 await front.call("register", timeout=ANSWER_SECONDS, **self._view())
                 heard = self._clock.now()
             except TransportError as error:
-                if self._clock.now() - heard > FRONT_SILENCE_SECONDS:
-                    raise RunError(f"the reward front did not answer for {FRONT_SILENCE_SECONDS:.0f} s: {error}") from error
+                if self._clock.now() - heard > self._silence_seconds:
+                    raise RunError(f"the reward front did not answer for {self._silence_seconds:.0f} s: {error}") from error
                 log.warning("the reward front did not answer: %s", error)
             await asyncio.sleep(ANNOUNCE_SECONDS)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from asyncrl.agents import Agent
 from asyncrl.protocols import (
@@ -20,26 +19,7 @@ from asyncrl.protocols import (
     Tokenizer,
     Tracker,
 )
-from asyncrl.transport.rpc import RpcClient
-
-
-class Scorer(Protocol):
-    """Scores responses outside the pipeline, for evaluation."""
-
-    async def score(self, items: Sequence[Mapping[str, Any]], timeout: float) -> list[dict[str, Any]]:
-        """items: as `asyncrl.rewards.item_of` makes them. One `{"score": float | None, "failure": str | None}`
-        each, in order. Raises TransportError when the reward service does not answer within `timeout` seconds."""
-
-
-class RpcScorer:
-    """The Reward service's `score`."""
-
-    def __init__(self, client: RpcClient):
-        self._client = client
-
-    async def score(self, items: Sequence[Mapping[str, Any]], timeout: float) -> list[dict[str, Any]]:
-        scores: list[dict[str, Any]] = await self._client.call("score", timeout=timeout, items=[dict(item) for item in items])
-        return scores
+from asyncrl.services.rollouter.scorer import Scorer
 
 
 @dataclass(frozen=True)
