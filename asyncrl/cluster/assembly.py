@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from asyncrl.services.trainer.parts import TrainerParts
 
 CLOCK = SystemClock()
+EVALUATIONS_SECONDS = 5.0  # of the supervisor's answer to the trainer, which keeps its best checkpoint by it
 BUILTIN_SEED = 0  # built-in models are the same for every run, whatever the run's seed
 
 
@@ -106,6 +107,7 @@ def _server_device() -> str:
 
 def _trainer(spec: RunSpec, row: Row, life: Life) -> Service:
     from asyncrl.checkpoint import read_checkpoint
+    from asyncrl.checkpoint.dcp import DcpFiles
     from asyncrl.engines.fsdp import FsdpLauncher
     from asyncrl.services.trainer import TrainerService
 
@@ -115,7 +117,7 @@ def _trainer(spec: RunSpec, row: Row, life: Life) -> Service:
     async def connect(book: AddressBook, engine: TrainingEngine) -> TrainerParts:
         return _trainer_parts(spec, config, rank, life, book, engine)
 
-    launcher = FsdpLauncher(config, model_path=model_folder(config.model.path), rank=rank)
+    launcher = FsdpLauncher(config, model_path=model_folder(config.model.path), rank=rank, files=DcpFiles())
     return TrainerService(
         config,
         Path(spec.run_dir),
@@ -150,13 +152,18 @@ def _trainer_parts(spec: RunSpec, config: Config, rank: int, life: Life, book: A
     )
     if rank:
         return TrainerParts(publisher=publisher)
-    queue = RpcClient(book["message_queue"]["rpc"])
+    queue, supervisor = RpcClient(book["message_queue"]["rpc"]), RpcClient(book["supervisor"]["rpc"])
+
+    async def evaluations(name: str) -> dict[int, float]:
+        return dict(await supervisor.call("evaluations", timeout=EVALUATIONS_SECONDS, name=name))
+
     leader = LeaderParts(
         receiver=QueueReceiver(book["message_queue"]["broker"], "scored"),
         ledger=RpcLedgerClient(queue),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
+        evaluations=evaluations,
     )
-    return TrainerParts(publisher=publisher, leader=leader, closers=(queue.close,))
+    return TrainerParts(publisher=publisher, leader=leader, closers=(queue.close, supervisor.close))
 
 
 def _rollouter(spec: RunSpec, row: Row, life: Life) -> Service:
