@@ -27,6 +27,7 @@ from asyncrl.services.supervisor import Life, Row
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
     from asyncrl.protocols import TrainingEngine
+    from asyncrl.services.message_queue.recovery import Recovery
     from asyncrl.services.reward import FrontParts
     from asyncrl.services.rollouter.parts import RollouterParts
     from asyncrl.services.trainer.parts import TrainerParts
@@ -57,7 +58,18 @@ def model_folder(model: str) -> Path | str:
 def _message_queue(spec: RunSpec, row: Row, life: Life) -> Service:
     from asyncrl.services.message_queue import MessageQueueService
 
-    return MessageQueueService(spec.parsed_config(), Path(spec.run_dir), clock=CLOCK)
+    return MessageQueueService(spec.parsed_config(), Path(spec.run_dir), clock=CLOCK, recovery=_recovery(life))
+
+
+def _recovery(life: Life) -> Recovery:
+    from asyncrl.messages import GroupId
+    from asyncrl.services.message_queue.recovery import Fresh, Restarted, SetBack
+
+    if life.set_back_to is not None:
+        return SetBack(life.set_back_to, life.incarnation)
+    if life.first:
+        return Fresh(life.incarnation)
+    return Restarted(frozenset(map(GroupId.parse, life.held or ())))
 
 
 def _parameter_sync(spec: RunSpec, row: Row, life: Life) -> Service:
