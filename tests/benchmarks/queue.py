@@ -1,25 +1,30 @@
 """The queue against a Ray actor around a deque: 8 KB samples, every sample a message of its own.
 
-Baseline. A Ray actor holds a deque with `put` and `get`; as with ours, a producer and a consumer in processes of their own call
-it. *One at a time*: each awaits a call before the next. *64 outstanding*: each has 64 calls in flight. A call carries one sample.
-The choice matters: one client that makes both calls itself is faster for Ray (1,638/s with 64 outstanding, where ours made
-11,755/s in the same run: 7.2 times, below the limit).
+Baseline. A Ray actor holds a deque with `put` and `get`; a call carries one sample. It is called in two ways, and each is a
+baseline of its own, because neither is always the faster one:
+
+- *one client*: a single process makes both calls, for every sample a put and a get;
+- *two clients*: a producer and a consumer in processes of their own, as with ours.
+
+Each once *one at a time*, every call awaited before the next, and once with *64 outstanding*: 64 calls of a client in flight.
 
 Ours. Producer, broker and consumer are three processes, on uvloop as the services are. The application calls `send([sample])`
 once per sample, from as many coroutines as the rollouter has trajectories in flight by default (rollout.max_concurrent); how many
-samples then share a socket write is the client's business, and no call carries more than one. The consumer takes what is there.
-The same figure stands against both baselines; for information, `awaited` is our rate when each `send` is awaited before the
-next. A rate counts from the first send to the moment when the consumer has decoded the last sample.
+samples then share a socket write is the client's business, and no call carries more than one. The consumer takes what is there,
+decodes and settles it; the baseline's samples are bytes that nobody encodes or decodes. The one figure of ours, many coroutines
+at once, stands against all four baselines; for information, `awaited` is our rate when each `send` is awaited before the next.
+A rate counts from the first send or put to the moment when the consumer has the last sample. The garbage collector is set as
+services set it, in every process of both sides.
 
 Checked in every run of ours: all samples arrive, each once, in order, and the topic never held more than its capacity.
-Each figure is the best of several rounds, ours and the baseline's taken in turn, so that a noisy neighbour hits both.
+Each figure is the best of several rounds, ours and the baselines taken in turn, so that a noisy neighbour hits all of them.
 """
 
 from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":
+if __name__ == "__main__" and __spec__ is None:  # run as a file, not with -m
     sys.path.pop(0)  # this file's name is that of a standard module: its folder must leave the path before all imports
 
 import asyncio
@@ -29,13 +34,16 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import ray
 import uvloop
 
 from asyncrl.clock import SystemClock
+from asyncrl.cluster.host import GARBAGE_OBJECTS
 from asyncrl.errors import StreamClosed
 from asyncrl.messages import Trajectory, TrajectoryId
 from asyncrl.transport.broker import Broker
@@ -51,8 +59,9 @@ CAPACITY = 256
 ROUNDS = 3
 SAMPLES = 40_000
 AWAITED_SAMPLES = 3_000
-RAY_SAMPLES = {1: 1_000, OUTSTANDING: 4_000}
-LIMITS = {"one_at_a_time": 15.0, "64_outstanding": 10.0}
+RAY_SAMPLES = {1: 600, OUTSTANDING: 2_500}
+LIMITS = {1: 15.0, OUTSTANDING: 10.0}
+NAMES = {1: "one_at_a_time", OUTSTANDING: "64_outstanding"}
 TIMEOUT = 120.0
 
 
@@ -76,7 +85,14 @@ def sample(number: int) -> Trajectory:
     )
 
 
-# ── the baseline ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def collect_less() -> None:
+    """As the host of every service does once the service has started."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS)
+
+
+# ── the baselines ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @ray.remote(num_cpus=0)
@@ -85,6 +101,7 @@ class DequeActor:
 
     def __init__(self) -> None:
         self._items: collections.deque[bytes] = collections.deque()
+        collect_less()
 
     def put(self, item: bytes) -> None:
         self._items.append(item)
@@ -93,8 +110,32 @@ class DequeActor:
         return self._items.popleft() if self._items else None
 
 
+def one_client_rate(outstanding: int) -> float:
+    """Samples per second through the actor when one client makes both calls."""
+    queue, item = DequeActor.remote(), os.urandom(SAMPLE_BYTES)
+
+    def pass_through(count: int) -> float:
+        waiting: collections.deque = collections.deque()
+        began = time.perf_counter()
+        for _ in range(count):
+            for call in (lambda: queue.put.remote(item), queue.get.remote):
+                if len(waiting) == outstanding:
+                    ray.get(waiting.popleft(), timeout=TIMEOUT)
+                waiting.append(call())
+        ray.get(list(waiting), timeout=TIMEOUT)
+        return count / (time.perf_counter() - began)
+
+    pass_through(OUTSTANDING)  # starts, connects and warms
+    rate = pass_through(RAY_SAMPLES[outstanding])
+    ray.kill(queue)
+    return rate
+
+
 @ray.remote(num_cpus=0)
 class Producer:
+    def __init__(self) -> None:
+        collect_less()
+
     def run(self, queue, count: int, outstanding: int) -> float:
         """Put `count` samples, at most `outstanding` calls unanswered; when the first was sent."""
         item, waiting = os.urandom(SAMPLE_BYTES), collections.deque()
@@ -109,6 +150,9 @@ class Producer:
 
 @ray.remote(num_cpus=0)
 class Consumer:
+    def __init__(self) -> None:
+        collect_less()
+
     def run(self, queue, count: int, outstanding: int) -> float:
         """Get `count` samples, asking again where the deque was empty; when the last was there."""
         waiting: collections.deque = collections.deque()
@@ -121,8 +165,8 @@ class Consumer:
         return time.perf_counter()
 
 
-def ray_rate(outstanding: int) -> float:
-    """Samples per second through the actor."""
+def two_clients_rate(outstanding: int) -> float:
+    """Samples per second through the actor when a producer puts and a consumer gets."""
     queue, producer, consumer = DequeActor.remote(), Producer.remote(), Consumer.remote()
     for count in (OUTSTANDING, RAY_SAMPLES[outstanding]):  # the first round starts, connects and warms
         calls = [end.run.remote(queue, count, outstanding) for end in (producer, consumer)]
@@ -138,6 +182,8 @@ def ray_rate(outstanding: int) -> float:
 def broker_process(pipe: Connection, capacity_bytes: int) -> None:
     """Serve until told to stop, then report the topic's figures."""
 
+    collect_less()
+
     async def serve() -> None:
         exchange = Exchange([TopicSpec("rollouts", CAPACITY, capacity_bytes, ("producer",))], lease_seconds=30.0)
         broker = Broker(exchange, clock=SystemClock())
@@ -152,6 +198,8 @@ def broker_process(pipe: Connection, capacity_bytes: int) -> None:
 
 def consumer_process(pipe: Connection, address: str) -> None:
     """Take until the stream ends; report when the last sample was there, and every id in the order it came."""
+
+    collect_less()
 
     async def consume() -> None:
         receiver = QueueReceiver(address, "rollouts")
@@ -170,18 +218,24 @@ def consumer_process(pipe: Connection, address: str) -> None:
     uvloop.run(consume())
 
 
+def heard(pipe: Connection) -> Any:
+    """What the process at the other end says."""
+    if not pipe.poll(TIMEOUT):
+        raise TimeoutError(f"a process of the benchmark said nothing for {TIMEOUT:g} s: see its error above")
+    return pipe.recv()
+
+
 def our_rate(count: int, outstanding: int) -> tuple[float, bool]:
     """Samples per second through the broker, and whether nothing was lost, doubled or reordered and the bound held."""
     messages = [sample(number) for number in range(count)]
-    gc.collect()
-    gc.freeze()  # the samples made beforehand are no part of what is measured, and of no use to the collector
+    collect_less()
     size = len(pack(messages[0]).payload)
     capacity_bytes = CAPACITY * size
     context = multiprocessing.get_context("spawn")
     broker_pipe, broker_end = context.Pipe()
     broker = context.Process(target=broker_process, args=(broker_end, capacity_bytes))
     broker.start()
-    address = broker_pipe.recv()
+    address = heard(broker_pipe)
     consumer_pipe, consumer_end = context.Pipe()
     consumer = context.Process(target=consumer_process, args=(consumer_end, address))
     consumer.start()
@@ -203,9 +257,9 @@ def our_rate(count: int, outstanding: int) -> tuple[float, bool]:
         return began
 
     began = uvloop.run(produce())
-    last, rows = consumer_pipe.recv()
+    last, rows = heard(consumer_pipe)
     broker_pipe.send(None)
-    figures = broker_pipe.recv()
+    figures = heard(broker_pipe)
     for process in (consumer, broker):
         process.join(TIMEOUT)
     intact = rows == list(range(count)) and figures["accepted"] == figures["settled"] == count
@@ -213,31 +267,42 @@ def our_rate(count: int, outstanding: int) -> tuple[float, bool]:
     return (count - 1) / (last - began), intact and bounded
 
 
+BASELINES: dict[str, Callable[[int], float]] = {"one_client": one_client_rate, "two_clients": two_clients_rate}
+
+
 def main() -> int:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    ours, awaited, intact = 0.0, 0.0, True
-    baseline = dict.fromkeys(RAY_SAMPLES, 0.0)
+    ours, intact = 0.0, True
+    best = {(client, outstanding): 0.0 for client in BASELINES for outstanding in RAY_SAMPLES}
     for _ in range(ROUNDS):
-        for outstanding in RAY_SAMPLES:
-            baseline[outstanding] = max(baseline[outstanding], ray_rate(outstanding))
         rate, right = our_rate(SAMPLES, CONCURRENT)
         ours, intact = max(ours, rate), intact and right
-        rate, right = our_rate(AWAITED_SAMPLES, 1)
-        awaited, intact = max(awaited, rate), intact and right
-        print(f"ours {ours:,.0f}/s, awaited {awaited:,.0f}/s, ray { ({key: round(rate) for key, rate in baseline.items()}) }")
+        for client, outstanding in best:
+            best[client, outstanding] = max(best[client, outstanding], BASELINES[client](outstanding))
+        baselines = ", ".join(f"{client} {outstanding}: {rate:,.0f}" for (client, outstanding), rate in best.items())
+        print(f"ours {ours:,.0f}/s; baselines by client and calls outstanding: {baselines}/s")
+    awaited, right = our_rate(AWAITED_SAMPLES, 1)
+    intact = intact and right
     ray.shutdown()
     checks = [
-        {"name": name, "ratio": round(ours / rate, 2), "ours": round(ours), "baseline": round(rate), "limit": LIMITS[name]}
-        for name, rate in zip(LIMITS, baseline.values(), strict=True)
+        check(f"{client}_{NAMES[outstanding]}", ours, rate, LIMITS[outstanding]) for (client, outstanding), rate in best.items()
     ]
-    for check in checks:
-        check["ok"] = check["ratio"] >= check["limit"]
-    ok = intact and all(check["ok"] for check in checks)
-    first = checks[0]
-    result = {"name": "queue", **{key: first[key] for key in ("ratio", "ours", "baseline", "limit")}, "ok": ok, "checks": checks}
+    ok = intact and all(each["ok"] for each in checks)
+    closest = min(checks, key=lambda each: each["ratio"] / each["limit"])
+    result = {
+        "name": "queue",
+        **{key: closest[key] for key in ("ratio", "ours", "baseline", "limit")},
+        "ok": ok,
+        "checks": checks,
+    }
     result |= {"nothing_lost_doubled_or_reordered_and_bound_held": intact, "awaited": round(awaited)}
     print(json.dumps(result))
     return 0 if ok else 1
+
+
+def check(name: str, ours: float, baseline: float, limit: float) -> dict:
+    ratio = round(ours / baseline, 2)
+    return {"name": name, "ratio": ratio, "ours": round(ours), "baseline": round(baseline), "limit": limit, "ok": ratio >= limit}
 
 
 if __name__ == "__main__":
