@@ -14,6 +14,8 @@ from typing import Any
 
 import zmq
 
+from asyncrl.transport import security
+
 PORTS = range(20_000, 32_000)  # outside the ranges from which systems draw ports for outgoing connections
 READ_BATCH = 512  # multiparts taken at one wake-up before other callbacks get their turn
 
@@ -24,9 +26,12 @@ _MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 _EVENTS, _READABLE, _HAS_MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
 
-def open_socket(kind: int, *, max_frame_bytes: int, identity: bytes | None = None) -> zmq.Socket[bytes]:
-    """A socket without lingering and without high-water marks; a peer that sends a frame of more than twice
-    `max_frame_bytes` is cut off by ZeroMQ itself, smaller offenders are for the protocol to refuse and count."""
+def open_socket(
+    kind: int, *, max_frame_bytes: int, identity: bytes | None = None, door: security.Door | None = None
+) -> zmq.Socket[bytes]:
+    """A socket without lingering and without high-water marks, guarded by `door` (None: this process's); a peer that sends a
+    frame of more than twice `max_frame_bytes` is cut off by ZeroMQ itself, smaller offenders are for the protocol to refuse and
+    count."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -40,17 +45,21 @@ def open_socket(kind: int, *, max_frame_bytes: int, identity: bytes | None = Non
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if identity is not None:
         socket.setsockopt(zmq.ROUTING_ID, identity)
+    (door or security.door()).guard(socket, serves=kind == zmq.ROUTER)
     return socket
 
 
 def bind_socket(socket: zmq.Socket[bytes], address: str) -> str:
-    """Bind, and say where. An address that ends in ``:*`` gets a free port of PORTS, which the system gives to nobody else
-    meanwhile: so a process that takes another's place can bind where that one was. Raises ZMQError."""
+    """Bind where this process's door has it, and say where others reach it. An address that ends in ``:*`` gets a free port of
+    PORTS, which the system gives to nobody else meanwhile: so a process that takes another's place can bind where that one was.
+    Raises ZMQError."""
+    door = security.door()
+    address = door.place(address)
     if address.startswith("tcp://") and address.endswith(":*"):
         socket.bind_to_random_port(address[: -len(":*")], min_port=PORTS.start, max_port=PORTS.stop, max_tries=len(PORTS))
     else:
         socket.bind(address)
-    return bound_address(socket)
+    return door.known_as(bound_address(socket))
 
 
 def bound_address(socket: zmq.Socket[bytes]) -> str:

@@ -20,6 +20,7 @@ import zmq
 
 from asyncrl.errors import DeadlineExceeded, FrameError, MalformedFrame, OversizedFrame, RemoteError, StreamClosed
 from asyncrl.transport.loop_socket import Frames, LoopSocket, bind_socket, open_socket
+from asyncrl.transport.security import Door
 from asyncrl.transport.values import pack_values, unpack_values
 
 MAX_CALL_BYTES = 256 * 10**6
@@ -184,11 +185,12 @@ class RpcClient:
                 answer.set_result(frames[1:])
 
 
-def call_once(address: str, method: str, *, timeout: float, **params: Any) -> Any:
-    """One blocking call with a socket of its own, for the command line and for threads. Raises as RpcClient.call does."""
+def call_once(address: str, method: str, *, timeout: float, door: Door | None = None, **params: Any) -> Any:
+    """One blocking call with a socket of its own, for the command line and for threads; `door`: of the run that is called, where
+    it is not this process's. Raises as RpcClient.call does."""
     call_id = (1).to_bytes(_CALL_ID_BYTES, "big")
     deadline = time.monotonic() + timeout
-    with open_socket(zmq.DEALER, max_frame_bytes=MAX_CALL_BYTES) as socket:
+    with open_socket(zmq.DEALER, max_frame_bytes=MAX_CALL_BYTES, door=door) as socket:
         socket.connect(address)
         socket.send_multipart([call_id, *pack_values([method, params])])
         while (left := deadline - time.monotonic()) > 0 and socket.poll(int(left * 1000) + 1):

@@ -27,6 +27,7 @@ import zmq
 
 from asyncrl.errors import MalformedFrame, PlanMismatch
 from asyncrl.protocols.weights import PolicyVersion, WeightTarget
+from asyncrl.transport import security
 from asyncrl.weight_sync.plan import Plan
 from asyncrl.weight_sync.slots import SlotMaps
 from asyncrl.weight_sync.staging import Bytes, Pace, Staging, Superseded, check_plan, live_checksums
@@ -69,12 +70,14 @@ class WeightReceiver:
         router.setsockopt(zmq.SNDHWM, 0)
         router.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         router.setsockopt(zmq.RCVHWM, 0)
-        address = bind or self._bind
+        door = security.door()
+        door.guard(router, serves=True)
+        address = door.place(bind or self._bind)
         if address.endswith(":*"):
             router.bind_to_random_port(address[: -len(":*")], min_port=PORTS.start, max_port=PORTS.stop, max_tries=len(PORTS))
         else:
             router.bind(address)
-        address = bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        address = door.known_as(bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode())
         replies = self._context.socket(zmq.PULL)
         replies.bind(self._wake_address)
         self._threads = [
@@ -99,6 +102,7 @@ class WeightReceiver:
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
         if not any(thread.is_alive() for thread in self._threads):  # else a commit hangs: daemon threads end with the process
+            security.dismiss(self._context)
             self._context.term()
         self._threads = []
 

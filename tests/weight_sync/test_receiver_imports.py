@@ -28,4 +28,6 @@ def test_the_receiver_loads_without_the_trainers_packages():
     absent, ours = done.stdout.splitlines()
     assert absent == "[]"
     rooms = {name.split(".")[1] for name in eval(ours)}
-    assert rooms <= {"errors", "protocols", "messages", "weight_sync"}
+    assert rooms <= {"errors", "protocols", "messages", "transport", "weight_sync"}
+    transport = {name for name in eval(ours) if name.startswith("asyncrl.transport.")}
+    assert transport <= {"asyncrl.transport.security", "asyncrl.transport.keys", "asyncrl.transport.hosts"}
