@@ -34,17 +34,19 @@ def fixed_fleet(urls: Mapping[str, str]) -> FleetView:
 
 
 class FleetClient:
-    """`protocols.InferenceEngine` over HTTP. `update` tells it which servers there are and which take traffic.
+    """`protocols.InferenceEngine` over HTTP. `update` tells it which servers there are and which take traffic;
+    `token` is what they ask for.
 
     A member belongs to one server from start to end; what a lost server had not finished fails, and the caller decides.
     """
 
-    def __init__(self, view: FleetView | None = None):
+    def __init__(self, view: FleetView | None = None, *, token: str | None = None):
         self._view = view or fixed_fleet({})
         self._changed = asyncio.Event()
         self._load: dict[str, int] = {}
         self._urls: dict[str, str] = {}  # rid to the server that has it
         self._session: aiohttp.ClientSession | None = None
+        self._headers = {"Authorization": f"Bearer {token}"} if token is not None else None
         self._calls: dict[str, SharedCall] = {}  # the newest, by server
         self._background: set[asyncio.Task[None]] = set()  # calls and aborts
 
@@ -132,7 +134,8 @@ class FleetClient:
         """The call that is about to be sent to this server, or a new one."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-            self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
         call, prefix_key = self._calls.get(server.name), f"weights {self._view.incarnation}.{server.version}"
         if is_alone or call is None or not call.admits(server, part, prefix_key):
             call = SharedCall(self._session, server, self._abort_on, prefix_key=prefix_key, is_alone=is_alone)
