@@ -114,6 +114,33 @@ async def test_a_stream_is_cumulative_and_ends_with_done(client):
     assert "weight_versions" in chunks[-1]["meta_info"]
 
 
+async def test_an_incremental_stream_tells_each_token_once(client):
+    settings = [
+        {"max_new_tokens": count, "ignore_eos": True, "stream_interval": 3, "sampling_seed": count} for count in (8, 2, 6)
+    ]
+    asked = {"input_ids": [PROMPT] * 3, "sampling_params": settings, "return_logprob": True}
+    whole = await client.generate(**asked)
+    chunks = await client.stream(**asked, incremental=True)
+    for index, expected in enumerate(whole):
+        told: list[int] = []
+        for chunk in (chunk for chunk in chunks if chunk["index"] == index):
+            told += chunk["output_ids"]
+            assert [entry[1] for entry in chunk["meta_info"]["output_token_logprobs"]] == chunk["output_ids"]
+            assert chunk["meta_info"]["completion_tokens"] == len(told)
+            assert chunk["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": len(told)}]
+        assert told == expected["output_ids"]
+        assert chunk["meta_info"]["finish_reason"] == {"type": "length", "length": len(told)}
+
+
+async def test_a_response_goes_on_where_it_was_cut(client):
+    settings = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 5}
+    whole = (await client.generate(input_ids=PROMPT, sampling_params=settings))["output_ids"]
+    for made in (1, 5, 11):
+        rest = {**settings, "max_new_tokens": 12 - made, "seed_offset": made}
+        answer = await client.generate(input_ids=PROMPT + whole[:made], sampling_params=rest)
+        assert answer["output_ids"] == whole[made:]
+
+
 async def test_a_streamed_batch_names_each_index_and_sends_a_finished_one_at_once(client):
     settings = [{"max_new_tokens": count, "ignore_eos": True, "stream_interval": 1000} for count in (50, 2, 20)]
     chunks = await client.stream(input_ids=[PROMPT] * 3, sampling_params=settings)
@@ -153,6 +180,8 @@ async def test_stop_tokens_and_end_tokens(client):
         ({"text": 5}, "text must be a string"),
         ({"input_ids": PROMPT, "steam": True}, "unknown field 'steam'"),
         ({"input_ids": PROMPT, "stream": "yes"}, "stream must be true or false"),
+        ({"input_ids": PROMPT, "incremental": True}, "set stream to true"),
+        ({"input_ids": PROMPT, "sampling_params": {"seed_offset": 4}}, "seed_offset must be an integer in [0, 3]"),
         ({"input_ids": PROMPT, "rid": 7}, "rid must be"),
         ({"input_ids": PROMPT, "top_logprobs_num": 3}, "does not act on"),
         ({"input_ids": PROMPT, "sampling_params": []}, "sampling_params must be"),
