@@ -124,6 +124,9 @@ def test_an_unknown_tag_and_an_unknown_schema_are_named():
         ({"group_size": 0}, "group_size is at least 1"),
         ({"log_probs": np.zeros(8, dtype=">f4")}, "one-dimensional"),
         ({"generate_seconds": float("nan")}, "duration"),
+        ({"versions": [0] * 8}, "cannot travel"),
+        ({"loss_mask": np.ones(8, dtype=np.uint8)}, "uint8"),
+        ({"prompt_tokens": np.zeros((), dtype=np.int32)}, "one-dimensional"),
     ],
 )
 def test_a_trajectory_that_breaks_a_rule_is_refused_when_it_is_sent(change, rule):
@@ -156,6 +159,21 @@ def test_decoded_arrays_are_aligned_read_only_views_of_the_payload():
     assert message.log_probs.flags.aligned
     assert not message.log_probs.flags.writeable
     assert not message.log_probs.flags.owndata
+
+
+def test_arrays_that_are_not_contiguous_travel():
+    every_second = np.arange(16, dtype=np.int32)[::2]
+    message = dataclasses.replace(samples.trajectory(num_tokens=8), response_tokens=every_second)
+    assert_equal(from_payload(to_payload(message)), message)
+    assert_equal(decode(encode(message), max_bytes=LIMIT), message)
+
+
+@many
+@given(message=samples.messages, offset=st.sampled_from([0, 8, 16]))
+def test_a_payload_may_lie_anywhere_in_a_larger_block(message, offset):
+    payload = to_payload(message)
+    block = memoryview(bytes(offset) + payload + b"more....")
+    assert_equal(from_payload(block[offset : offset + len(payload)]), message)
 
 
 def test_the_envelope_names_message_and_group():
