@@ -1,30 +1,40 @@
-"""The client of one or more inference servers that speak SGLang's protocol: one chunk per member, groups share calls.
+"""The client of one or more inference servers that speak SGLang's protocol: one completion per member, groups share calls.
 
 generate ─▶ route (least loaded that takes traffic; waits for one) ─▶ shared call ─▶ a completion per finished member
-update(view) ─┘                                                         └─ anything that goes wrong: completions with `failure`
+               ▲       ▲                                                │
+update(view) ──┘       └── server lost: on with the tokens it has ──────┤
+                           anything else that goes wrong: completions with `failure`
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import numpy as np
-import numpy.typing as npt
 
-from asyncrl.engines.shared_call import ABORT_SECONDS, NOT_SGLANG, Part, RefusedInCompany, SharedCall
+from asyncrl.engines.responses import MALFORMED, UNTRAINED, Outdated, Response
+from asyncrl.engines.shared_call import (
+    ABORT_SECONDS,
+    Part,
+    RefusedInCompany,
+    ServerLost,
+    SharedCall,
+    not_sglang,
+)
 from asyncrl.errors import GenerationFailed
 from asyncrl.protocols import Completion, FleetView, GenerateRequest, PolicyVersion, ServerView
 from asyncrl.protocols.inference import failed_completion
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
-Failures = (aiohttp.ClientError, OSError, TimeoutError, GenerationFailed)
+MAX_LOSSES = 5  # servers that a response may lose one after the other without a token: then it may be what kills them
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0  # a lost server that still stands in the view is left alone so long
+Failures = (GenerationFailed, TimeoutError)
 
 
 def fixed_fleet(urls: Mapping[str, str]) -> FleetView:
@@ -33,55 +43,145 @@ def fixed_fleet(urls: Mapping[str, str]) -> FleetView:
     return FleetView(seq=0, incarnation=0, confirmed=None, published=None, servers=servers)
 
 
+@dataclass
+class _Pause:
+    """A server that was lost, `times` in a row, is asked for nothing before `until` (the event loop's time)."""
+
+    url: str
+    times: int
+    until: float
+
+
+class _Asked:
+    """One group under way. `server`: the one that is asked now; `aborted`: members that go on nowhere."""
+
+    def __init__(self, part: Part, deadline: float):
+        self.part, self.deadline = part, deadline
+        self.server: ServerView | None = None
+        self.aborted: set[str] = set()
+        self._last: tuple[ServerView, ServerLost] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the server that is asked, or was last."""
+        if self.server is not None:
+            return self.server.name
+        return self._last[0].name if self._last else self.part.request.server or ""
+
+    def lost(self, server: ServerView, loss: ServerLost, incarnation: int) -> None:
+        self.server = None
+        if loss.was_reached or self._last is None:  # that a dead one cannot be reached says less than how it died
+            self._last = (server, loss)
+        for response in self.part.left.values():
+            response.keep(incarnation, is_suspect=loss.is_suspect)
+
+    def ended_without_a_server(self) -> list[Completion]:
+        """What no server need be asked for again: aborted, complete, or lost too often."""
+        ended = [(rid, end) for rid, response in self.part.left.items() if (end := self._end_of(rid, response)) is not None]
+        for rid, _ in ended:
+            del self.part.left[rid]
+        return [completion for _, completion in ended]
+
+    def _end_of(self, rid: str, response: Response) -> Completion | None:
+        if rid in self.aborted:
+            return failed_completion(response.member.index, self.name, "aborted: aborted by request", reason="abort")
+        if response.num_in_hand >= self.part.request.sampling.max_new_tokens:
+            return response.in_hand(self.name)
+        if response.losses >= MAX_LOSSES:
+            what = f"{response.losses} servers were lost in a row while they had this request, the last: {self._why()}"
+            return failed_completion(response.member.index, self.name, what)
+        return None
+
+    def explain(self, error: BaseException) -> str:
+        seconds = self.part.request.timeout_seconds
+        if not isinstance(error, TimeoutError):
+            return f"server {self.name}: {error}" if self.server is not None else str(error)
+        if self.server is not None:
+            return f"server {self.name} did not finish within {seconds:g} s"
+        return f"no server took traffic within {seconds:g} s" + (f", after one was lost: {self._why()}" if self._last else "")
+
+    def _why(self) -> str:
+        return f"server {self._last[0].name}: {self._last[1]}" if self._last else ""
+
+
 class FleetClient:
     """`protocols.InferenceEngine` over HTTP. `update` tells it which servers there are and which take traffic;
     `token` is what they ask for.
 
-    A member belongs to one server from start to end; what a lost server had not finished fails, and the caller decides.
+    A member whose server is lost (connection gone, HTTP 5xx, DEAD in the view) goes on at another one, or at the same one once
+    that takes traffic again, with the tokens, log-probs and versions that it has, until the request's own deadline. With
+    batch-invariant servers of one version the response is the one that an undisturbed server gives. is_embedded: the servers are
+    the embedded engine; SGLang's draw the rest of such a response afresh.
     """
 
-    def __init__(self, view: FleetView | None = None, *, token: str | None = None):
+    def __init__(self, view: FleetView | None = None, *, is_embedded: bool = True, token: str | None = None):
         self._view = view or fixed_fleet({})
+        self._is_embedded = is_embedded
         self._changed = asyncio.Event()
+        self._is_closed = False
         self._load: dict[str, int] = {}
-        self._urls: dict[str, str] = {}  # rid to the server that has it
+        self._wanted: dict[str, _Asked] = {}  # rid to the group that it belongs to
+        self._pauses: dict[str, _Pause] = {}
         self._session: aiohttp.ClientSession | None = None
         self._headers = {"Authorization": f"Bearer {token}"} if token is not None else None
         self._calls: dict[str, SharedCall] = {}  # the newest, by server
         self._background: set[asyncio.Task[None]] = set()  # calls and aborts
 
     def update(self, view: FleetView) -> None:
-        """The newest view of the fleet; calls that wait for a server look again."""
-        self._view = view
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """The newest view of the fleet; calls that wait for a server look again, and those on one that died leave it."""
+        before, self._view = {server.name: server for server in self._view.servers}, view
+        for server in view.servers:
+            known = before.get(server.name)
+            if known is not None and (known.url != server.url or server.state == "DEAD" != known.state):
+                self._give_up(known, "it is silent" if known.url == server.url else f"it is at {server.url} now")
+            if server.takes_traffic and (known is None or not known.takes_traffic or known.url != server.url):
+                self._pauses.pop(server.name, None)
+        self._look_again()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
         """One completion per member, each as it finishes. Leaving the iterator early aborts the rest on the server."""
-        missing = {member.index for member in request.members}
-        deadline = asyncio.get_running_loop().time() + request.timeout_seconds
-        server: ServerView | None = None
+        asked = _Asked(Part(request), asyncio.get_running_loop().time() + request.timeout_seconds)
+        timer = asyncio.get_running_loop().call_at(asked.deadline, asked.part.expire)
+        self._wanted.update(dict.fromkeys(asked.part.left, asked))
         try:
-            server = await self._route(request.server, deadline)
-            async with aclosing(self._generate_on(server, request, deadline)) as completions:
-                async for completion in completions:
-                    missing.discard(completion.index)
+            while asked.part.left:
+                if (server := await self._route(asked)) is not None:
+                    try:
+                        async with aclosing(self._generate_on(server, asked)) as completions:
+                            async for completion in completions:
+                                yield completion
+                    except ServerLost as loss:
+                        self._pause(server, loss)
+                        asked.lost(server, loss, self._view.incarnation)
+                for completion in asked.ended_without_a_server():
                     yield completion
         except Failures as error:
-            name = server.name if server else request.server or ""
-            failure = _explain(error, server, request.timeout_seconds)
-            for index in sorted(missing):
-                yield failed_completion(index, name, failure)
+            failure = asked.explain(error)
+            for response in list(asked.part.left.values()):
+                yield failed_completion(response.member.index, asked.name, failure)
+        finally:
+            timer.cancel()
+            for member in request.members:
+                self._wanted.pop(member.rid, None)
 
     async def abort(self, rids: Sequence[str]) -> None:
-        """Ask the servers that have these requests to end them. A server that cannot be reached has lost them anyway."""
+        """Ask the servers that have these requests to end them; what waits for a server ends at once, and what a server loses
+        goes on nowhere."""
         by_url: dict[str, list[str]] = {}
         for rid in rids:
-            if rid in self._urls:
-                by_url.setdefault(self._urls[rid], []).append(rid)
+            asked = self._wanted.get(rid)
+            if asked is None or rid not in asked.part.left:
+                continue
+            asked.aborted.add(rid)
+            if asked.server is not None:
+                by_url.setdefault(asked.server.url, []).append(asked.part.left[rid].rid)
+        self._look_again()
         await asyncio.gather(*(self._abort_on(url, mine) for url, mine in by_url.items()))
 
     async def close(self) -> None:
+        """Whatever is under way fails."""
+        self._is_closed = True
+        self._look_again()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -89,46 +189,112 @@ class FleetClient:
             await self._session.close()
             self._session = None
 
-    async def _route(self, wanted: str | None, deadline: float) -> ServerView:
-        """The least loaded server that takes traffic, or the one wanted by name; waits for it until the deadline."""
-        while True:
+    # Routing
+
+    async def _route(self, asked: _Asked) -> ServerView | None:
+        """The least loaded server that takes traffic, or the one wanted by name; waits for it until the deadline. None when a
+        member was aborted meanwhile."""
+        wanted, now = asked.part.request.server, asyncio.get_running_loop().time
+        while not asked.aborted:
+            if self._is_closed:
+                raise GenerationFailed("the client was closed")
             servers = [server for server in self._view.servers if server.takes_traffic and wanted in (None, server.name)]
+            look_at = asked.deadline
+            if self._pauses:
+                ends = {server.name: self._pause_end(server) for server in servers}
+                servers = [server for server in servers if ends[server.name] <= now()]
+                look_at = min(ends.values(), default=look_at) if not servers else look_at
             if servers:
                 return min(servers, key=lambda server: self._load.get(server.name, 0))
-            async with asyncio.timeout_at(deadline):
-                await self._changed.wait()
+            await self._wait_until(look_at, asked.deadline)
+        return None
 
-    async def _generate_on(
-        self, server: ServerView, request: GenerateRequest, deadline: float
-    ) -> AsyncGenerator[Completion, None]:
+    async def _wait_until(self, moment: float, deadline: float) -> None:
+        """For a change, or until `moment` comes. Raises TimeoutError once the deadline has passed."""
+        try:
+            async with asyncio.timeout_at(min(moment, deadline)):
+                await self._changed.wait()
+        except TimeoutError:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise
+
+    def _look_again(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _pause(self, server: ServerView, loss: ServerLost) -> None:
+        """Let a lost server be, for longer each time, until the view says that it is back. Every group on it sees the loss; it
+        counts once."""
+        now, known = asyncio.get_running_loop().time(), self._pauses.get(server.name)
+        if known is not None and known.url != server.url:
+            known = None
+        if known is not None and now < known.until:
+            return
+        times = 1 + (known.times if known is not None else 0)
+        seconds = min(FIRST_PAUSE_SECONDS * 2 ** (times - 1), LONGEST_PAUSE_SECONDS)
+        self._pauses[server.name] = _Pause(server.url, times, now + seconds)
+        if times == 1:
+            log.warning("%s was lost (%s): its requests go on elsewhere with the tokens they have", server.name, loss)
+
+    def _pause_end(self, server: ServerView) -> float:
+        known = self._pauses.get(server.name)
+        return known.until if known is not None and known.url == server.url else 0.0
+
+    def _give_up(self, server: ServerView, why: str) -> None:
+        """What is asked of this server goes on elsewhere."""
+        for asked in {id(asked): asked for asked in self._wanted.values()}.values():
+            if asked.server is not None and (asked.server.name, asked.server.url) == (server.name, server.url):
+                asked.part.fail(ServerLost(why))
+
+    # Asking
+
+    async def _generate_on(self, server: ServerView, asked: _Asked) -> AsyncGenerator[Completion, None]:
         """Completions as the server sends them. Raises one of `Failures` when it stops doing so."""
-        part = Part(request)
-        unused = set(part.left)
-        self._urls.update(dict.fromkeys(unused, server.url))
-        self._load[server.name] = self._load.get(server.name, 0) + len(unused)
+        part, unused = asked.part, len(asked.part.left)
+        asked.server = server
+        self._load[server.name] = self._load.get(server.name, 0) + unused
         call = self._join(server, part)
-        timer = asyncio.get_running_loop().call_at(deadline, part.fail, TimeoutError())
         try:
             while True:
                 try:
-                    events = await part.arrived()
+                    finished = await part.finished()
                 except RefusedInCompany:
                     self._leave(call, part)
                     call = self._join(server, part, is_alone=True)
                     continue
-                if not events:
+                if not finished:
                     return
-                for member, event in events:
-                    completion = _completion(event, member.index, server, self._view.incarnation)
-                    unused.discard(member.rid)
-                    self._forget(server, [member.rid])
+                unused -= len(finished)
+                self._load[server.name] -= len(finished)
+                if self._pauses:
+                    self._pauses.pop(server.name, None)
+                completions, outdated = self._completions(finished, server, part)
+                for completion in completions:
                     yield completion
-        except NOT_SGLANG as error:
-            raise GenerationFailed(f"its answer is not SGLang's: {type(error).__name__}: {error}") from error
+                if outdated is not None:
+                    raise ServerLost(outdated, is_suspect=False)
         finally:
-            timer.cancel()
-            self._forget(server, unused)
+            self._load[server.name] -= unused
             self._leave(call, part)
+
+    def _completions(
+        self, finished: Iterable[tuple[Response, Mapping[str, Any]]], server: ServerView, part: Part
+    ) -> tuple[list[Completion], str | None]:
+        """What can be used of what finished, and why some of it cannot: that is asked for again."""
+        completions, outdated = [], None
+        limit = part.request.sampling.max_new_tokens
+        for response, finish in finished:
+            try:
+                completions.append(
+                    response.completion(finish, server=server.name, incarnation=self._view.incarnation, max_new_tokens=limit)
+                )
+            except Outdated as error:
+                part.put_back(response)
+                outdated = str(error)
+            except MALFORMED as error:
+                failure = f"server {server.name}: {not_sglang(error)}"
+                completions.append(failed_completion(response.member.index, server.name, failure))
+        return completions, outdated
 
     def _join(self, server: ServerView, part: Part, *, is_alone: bool = False) -> SharedCall:
         """The call that is about to be sent to this server, or a new one."""
@@ -136,12 +302,20 @@ class FleetClient:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
-        call, prefix_key = self._calls.get(server.name), f"weights {self._view.incarnation}.{server.version}"
+        incarnation = self._view.incarnation
+        call, prefix_key = self._calls.get(server.name), f"weights {incarnation}.{server.version}"
         if is_alone or call is None or not call.admits(server, part, prefix_key):
-            call = SharedCall(self._session, server, self._abort_on, prefix_key=prefix_key, is_alone=is_alone)
+            call = SharedCall(
+                self._session,
+                server,
+                self._abort_on,
+                prefix_key=prefix_key,
+                is_alone=is_alone,
+                is_embedded=self._is_embedded,
+            )
             self._calls[server.name] = call
             self._keep(call.task)
-        part.again()
+        part.again(PolicyVersion(incarnation, server.version) if server.version is not None else UNTRAINED)
         call.join(part)
         return call
 
@@ -152,11 +326,6 @@ class FleetClient:
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    def _forget(self, server: ServerView, rids: Collection[str]) -> None:
-        self._load[server.name] -= len(rids)
-        for rid in rids:
-            self._urls.pop(rid, None)
 
     async def _abort_on(self, url: str, rids: Sequence[str]) -> None:
         """SGLang takes one id a call."""
@@ -169,57 +338,3 @@ class FleetClient:
                         pass
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             log.warning("abort of %d requests at %s: %s", len(rids), url, error)
-
-
-def _completion(payload: Mapping[str, Any], index: int, server: ServerView, incarnation: int) -> Completion:
-    """Raises KeyError, TypeError or ValueError for an answer that does not have SGLang's form."""
-    meta = payload["meta_info"]
-    token_ids = np.asarray(payload["output_ids"], np.int32)
-    reason = meta["finish_reason"]["type"]
-    if reason == "abort" and not len(token_ids):
-        return failed_completion(index, server.name, f"aborted: {meta['finish_reason'].get('message')}", reason="abort")
-    log_probs = np.asarray([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
-    if len(log_probs) != len(token_ids):
-        raise ValueError(f"{len(token_ids)} tokens with {len(log_probs)} log-probs")
-    if "weight_versions" not in meta:
-        raise ValueError("no weight_versions in meta_info: the server must be SGLang 0.5.20 or newer")
-    versions, oldest = _versions(meta["weight_versions"], len(token_ids))
-    failure = None
-    if reason == "abort":
-        failure = f"aborted: {meta['finish_reason'].get('message')}"
-    elif oldest < incarnation:
-        failure = f"computed by weights of the trainer's start {oldest}, and the present one is {incarnation}"
-    elif reason not in ("stop", "length"):
-        raise ValueError(f"finish reason {reason!r}")
-    return Completion(index, token_ids, log_probs, versions, reason, server.name, failure)
-
-
-def _versions(spans: Sequence[Mapping[str, Any]], length: int) -> tuple[npt.NDArray[np.int32], int]:
-    """int32[length], each token's version, and the oldest incarnation among them. The spans must cover the tokens exactly."""
-    versions = np.zeros(length, np.int32)
-    position, oldest = 0, 1 << 62
-    for span in spans:
-        if span["start"] != position or span["end"] < position:
-            raise ValueError(f"weight_versions {spans!r} do not follow one another")
-        version = _policy_version(span["version"])
-        versions[position : span["end"]] = version.version
-        position = span["end"]
-        oldest = min(oldest, version.incarnation)
-    if position != length:
-        raise ValueError(f"weight_versions {spans!r} cover {position} of {length} tokens")
-    return versions, oldest
-
-
-@functools.lru_cache(maxsize=64)
-def _policy_version(text: str) -> PolicyVersion:
-    """A server that was never updated says "default": version 0 of no incarnation; so is a plain number."""
-    if text == "default":
-        return PolicyVersion(0, 0)
-    return PolicyVersion.parse(text) if "." in text else PolicyVersion(0, int(text))
-
-
-def _explain(error: BaseException, server: ServerView | None, timeout_seconds: float) -> str:
-    if isinstance(error, TimeoutError):
-        what = f"server {server.name} did not finish" if server else "no server took traffic"
-        return f"{what} within {timeout_seconds:g} s"
-    return f"server {server.name if server else '?'}: {error or type(error).__name__}"

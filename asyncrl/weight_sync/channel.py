@@ -209,7 +209,7 @@ class ReceiverChannel:
         answer: Answer = asyncio.get_running_loop().create_future()
         self._calls[request] = answer
         answer.add_done_callback(lambda _: self._calls.pop(request, None))
-        self._socket.send([pack(header)] if payload is None else [pack(header), payload])  # type: ignore[list-item]
+        self._socket.send([pack(header)] if payload is None else [pack(header), payload])
         return answer
 
     async def _wait(self, answer: Answer, timeout: float) -> dict[str, Any]:

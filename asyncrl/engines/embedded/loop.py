@@ -172,7 +172,7 @@ class EngineLoop:
         for action in actions:
             action()
         message = f"the engine ended: {self.failure}" if self.failure else "the engine was closed"
-        updates, _ = self._scheduler.abort(lambda sequence: True, message)
+        updates, _ = self._scheduler.abort(lambda sequence: True, message, status=503)
         self._tell(updates)
 
     def _take_inbox(self) -> bool:

@@ -125,9 +125,11 @@ class Scheduler:
         del self.running[len(self.running) - len(gone) :]
         return moves
 
-    def abort(self, wanted: Callable[[Sequence], bool], message: str) -> tuple[list[Update], Moves | None]:
+    def abort(
+        self, wanted: Callable[[Sequence], bool], message: str, status: int | None = None
+    ) -> tuple[list[Update], Moves | None]:
         """End every sequence that `wanted` names; each keeps the tokens it has."""
-        finish = Finish("abort", message=message)
+        finish = Finish("abort", message=message, status=status)
         empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
         updates = [Update(sequence, *empty, ((self.version, 0),), finish) for sequence in self.waiting if wanted(sequence)]
         if updates:

@@ -34,11 +34,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Finish:
-    """Why a sequence ended. `matched`: the stop token; `message`: why it was aborted."""
+    """Why a sequence ended. `matched`: the stop token; `message`: why it was aborted; `status`: the same as an HTTP status, where
+    that says more (503: the engine ended, and another one may go on)."""
 
     kind: FinishKind
     matched: int | None = None
     message: str | None = None
+    status: int | None = None
 
 
 @dataclass(eq=False)

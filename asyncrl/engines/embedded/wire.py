@@ -263,7 +263,7 @@ def _finish_reason(update: Update) -> Json | None:
         return {"type": "length", "length": update.num_tokens}
     if finish.kind == "stop":
         return {"type": "stop", "matched": finish.matched}
-    return {"type": "abort", "message": finish.message}
+    return {"type": "abort", "message": finish.message, **({"status_code": finish.status} if finish.status else {})}
 
 
 def _spans(update: Update) -> tuple[str, list[Json]]:
