@@ -156,7 +156,13 @@ def export(
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a hub name, or a built-in.")],
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 30000,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; beyond loopback (0.0.0.0: everywhere) it needs a token.")
+    ] = "127.0.0.1",
+    token: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--token", envvar="ASYNCRL_TOKEN", help="Every request must bring it, as Authorization: Bearer TOKEN."),
+    ] = None,
     dtype: Annotated[str, typer.Option("--dtype", metavar="float32|bfloat16", help="Precision of the weights.")] = "float32",
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences decoded at once.")] = 64,
     context_tokens: Annotated[
@@ -167,4 +173,4 @@ def serve(
     """Serve a model over SGLang's HTTP protocol, without a run. Ctrl-C ends it."""
     from asyncrl.cli.serving import serve
 
-    return serve(model, port=port, host=host, dtype=dtype, max_batch=max_batch, context_tokens=context_tokens)
+    return serve(model, port=port, host=host, token=token, dtype=dtype, max_batch=max_batch, context_tokens=context_tokens)

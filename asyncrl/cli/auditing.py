@@ -37,7 +37,7 @@ def _witness(folder: RunFolder) -> RpcLiveWitness | None:
     if not folder.lives:
         return None
     try:
-        book = folder.ask("book")
+        book, door = folder.ask("book"), folder.door()
     except TransportError:
         return None
     if not all(name in book for name in ("rollouter", "reward", "message_queue")):
@@ -45,5 +45,8 @@ def _witness(folder: RunFolder) -> RpcLiveWitness | None:
     from asyncrl.services.live_witness import RpcLiveWitness
 
     return RpcLiveWitness(
-        rollouter=book["rollouter"]["rpc"], reward=book["reward"]["rpc"], message_queue=book["message_queue"]["rpc"]
+        rollouter=book["rollouter"]["rpc"],
+        reward=book["reward"]["rpc"],
+        message_queue=book["message_queue"]["rpc"],
+        door=door,
     )

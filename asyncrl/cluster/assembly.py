@@ -23,6 +23,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.cluster.spec import RunSpec
 from asyncrl.services.service import AddressBook, Service
 from asyncrl.services.supervisor import Life, Row
+from asyncrl.transport import security
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -110,6 +111,13 @@ def _inference(spec: RunSpec, row: Row, life: Life) -> Service:
     return InferenceServer(row.name, model_folder(config.model.path), options, make_receiver=WeightReceiver)
 
 
+def _meeting_host(config: Config) -> str:
+    """Where the trainer's ranks meet, on loopback unless they may be on several hosts: torch.distributed asks for no key."""
+    from asyncrl.transport.hosts import LOOPBACK
+
+    return LOOPBACK if config.cluster.ray_address is None else security.door().reached_at
+
+
 def _server_device() -> str:
     """Ray shows a process only the GPU that it was given."""
     import torch
@@ -129,7 +137,9 @@ def _trainer(spec: RunSpec, row: Row, life: Life) -> Service:
     async def connect(book: AddressBook, engine: TrainingEngine) -> TrainerParts:
         return _trainer_parts(spec, config, rank, life, book, engine)
 
-    launcher = FsdpLauncher(config, model_path=model_folder(config.model.path), rank=rank, files=DcpFiles())
+    launcher = FsdpLauncher(
+        config, model_path=model_folder(config.model.path), rank=rank, host=_meeting_host(config), files=DcpFiles()
+    )
     return TrainerService(
         config,
         Path(spec.run_dir),
@@ -206,7 +216,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     held_out = objects.eval if objects.eval is not None else data.eval
     folder = model_folder(config.model.path)
     tokenizer = HfTokenizer(config.model.tokenizer or folder, model_path=folder, trust_remote_code=config.model.trust_remote_code)
-    engine = FleetClient()
+    engine = FleetClient(token=security.door().token)
     queue, reward = RpcClient(book["message_queue"]["rpc"]), RpcClient(book["reward"]["rpc"])
     fleet = RpcFleet(book["parameter_sync"]["rpc"])
     return RollouterParts(

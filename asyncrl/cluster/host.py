@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from asyncrl import logs
@@ -23,6 +24,8 @@ from asyncrl.cluster.spec import RunSpec
 from asyncrl.errors import UserError
 from asyncrl.services.service import AddressBook, Service
 from asyncrl.services.supervisor import Life, Row
+from asyncrl.transport import security
+from asyncrl.transport.hosts import is_loopback
 
 log = logging.getLogger(__name__)
 GARBAGE_OBJECTS = 20_000  # containers made and not freed before the collector looks at the young ones; Python's own is 700
@@ -41,8 +44,6 @@ class ServiceHost:
     def __init__(self, spec: RunSpec, row: Row, life: Life):
         limit_threads()
         sys.path[:0] = [path for path in spec.import_paths if path not in sys.path]
-        from pathlib import Path
-
         logs.log_to_file(Path(spec.run_dir), row.name)
         log.info("%s is process %d on %s", row.name, os.getpid(), socket.gethostname())
         self._spec, self._row, self._life = spec, row, life
@@ -65,6 +66,7 @@ class ServiceHost:
     async def _start(self) -> dict[str, str]:
         from asyncrl.cluster.assembly import assemble
 
+        security.enter(_door_of(self._spec))
         self._service = assemble(self._spec, self._row, self._life)
         addresses = await self._service.start(self._life.earlier)
         return {**addresses, "pid": str(os.getpid()), "host": socket.gethostname()}
@@ -85,6 +87,16 @@ class ServiceHost:
         except Exception as error:  # the boundary of the process: reported to the supervisor, which ends the run by this name
             log.exception("%s failed", self._row.name)
             return "failed", f"{type(error).__name__}: {error}"
+
+
+def _door_of(spec: RunSpec) -> security.Door:
+    """Where several hosts take part, Ray knows how this one is reached."""
+    import ray
+
+    node = ray.util.get_node_ip_address()
+    return security.open_door(
+        Path(spec.run_dir), spec.parsed_config().cluster.bind_address, node_address=None if is_loopback(node) else node
+    )
 
 
 def _collect_less() -> None:

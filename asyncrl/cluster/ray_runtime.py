@@ -7,13 +7,15 @@ and no sample. A local instance has a temporary folder and ports of its own, so 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,6 +30,8 @@ from asyncrl.data.builtin import BUILTIN_PREFIX
 from asyncrl.errors import RunError
 from asyncrl.services.service import AddressBook
 from asyncrl.services.supervisor import Life, Row, RowFailed, rows_of
+from asyncrl.transport.hosts import is_loopback
+from asyncrl.transport.keys import FOLDER as KEYS_FOLDER
 
 log = logging.getLogger(__name__)
 
@@ -64,23 +68,23 @@ class RayRuntime:
         if ray.is_initialized():
             raise RunError("this process already has a Ray connection: one run at a time per process; call ray.shutdown() first")
         if address is not None:
-            self._janitor = Janitor(self._spec.run_id, files=sweep.shared_memory_of(self._spec.run_id))
+            self._janitor = self._hire_janitor()
             self._join(address)
             return
         self._temp_dir = tempfile.mkdtemp(prefix="asyncrl-ray-", dir="/tmp")  # short: unix sockets below it have 107 characters
-        files = sweep.shared_memory_of(self._spec.run_id)
-        self._janitor = Janitor(self._spec.run_id, files=files, folders=[self._temp_dir])
+        self._janitor = self._hire_janitor(self._temp_dir)
         inherited = {name: os.environ.get(name) for name in self._environment}
         os.environ.update(self._environment)
         try:
-            ray.init(
-                address="local",
-                num_cpus=1,  # rows ask for none; this is how many idle workers Ray starts in advance
-                object_store_memory=OBJECT_STORE_BYTES,
-                namespace=self._spec.run_id,
-                _temp_dir=self._temp_dir,
-                **quiet,
-            )
+            with _ray_on_loopback():
+                ray.init(
+                    address="local",
+                    num_cpus=1,  # rows ask for none; this is how many idle workers Ray starts in advance
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    namespace=self._spec.run_id,
+                    _temp_dir=self._temp_dir,
+                    **quiet,
+                )
         except Exception as error:  # boundary to Ray, whose start raises errors of no common kind
             raise RunError(
                 f"Ray did not start on this machine ({_first_line(error)}): see that it is not busy with something else, that "
@@ -88,6 +92,10 @@ class RayRuntime:
             ) from error
         finally:
             _restore_environment(inherited)
+
+    def _hire_janitor(self, *folders: str) -> Janitor:
+        files, keys = sweep.shared_memory_of(self._spec.run_id), str(Path(self._spec.run_dir, KEYS_FOLDER))
+        return Janitor(self._spec.run_id, files=files, folders=[*folders, keys])
 
     def _join(self, address: str) -> None:
         try:
@@ -128,6 +136,11 @@ class RayRuntime:
         pid, host = await self._call(row, "identify")
         if host == socket.gethostname():
             self._processes[row.name] = psutil.Process(pid)
+        elif is_loopback(bind_address := self._config.cluster.bind_address):
+            reason = (
+                f"Ray placed it on {host}, and at cluster.bind_address {bind_address} only processes of one host hear each other"
+            )
+            raise RowFailed(row, f"{reason}: set cluster.bind_address to 0.0.0.0", lost=False, mistake=True)
         addresses: dict[str, str] = self._unwrap(row, await self._call(row, "start"))
         return addresses
 
@@ -207,6 +220,21 @@ def _keep_ray_off_the_terminal() -> None:
     log instead. Ray has no option for it; where its internals have changed the lines are merely printed."""
     if hasattr(ray._private.worker, "print_to_stdstream"):
         ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: log.warning("ray: %s", " ".join(data["lines"]))
+
+
+@contextlib.contextmanager
+def _ray_on_loopback() -> Iterator[None]:
+    """A Ray of this run alone listens on loopback alone: it does where it takes this host for one of no cluster, which it asks a
+    constant of its own (there is no option for it on Linux). Where its internals have changed, that is logged."""
+    constants = ray._private.ray_constants
+    before = getattr(constants, "ENABLE_RAY_CLUSTER", None)
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+    if not is_loopback(address := ray.util.get_node_ip_address()):
+        log.warning("Ray listens at %s: its own channels are only as safe as the network", address)
 
 
 def _restore_environment(values: Mapping[str, str | None]) -> None:

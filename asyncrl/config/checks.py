@@ -6,6 +6,7 @@ and the fix. `advice` holds what is allowed and worth knowing.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
@@ -297,6 +298,25 @@ def _cluster(config: Config, facts: Facts) -> Iterator[Problem]:
         )
 
 
+def _bind_address(config: Config, facts: Facts) -> Iterator[Problem]:
+    address = config.cluster.bind_address
+    try:
+        ipaddress.IPv4Address(address)
+    except ValueError:
+        yield Problem(
+            "cluster.bind_address",
+            f"cluster.bind_address is {address!r}, which is no IPv4 address: write 127.0.0.1 (this machine alone), an address of "
+            "this machine, or 0.0.0.0 where several hosts take part",
+        )
+        return
+    if facts.addresses is not None and address not in ("0.0.0.0", *facts.addresses):
+        yield Problem(
+            "cluster.bind_address",
+            f"cluster.bind_address is {address}, which this machine does not have: write one that it has "
+            f"({', '.join(facts.addresses)}), or 0.0.0.0 where several hosts take part",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     _data_rows,
     _group_of_one,
@@ -313,4 +333,5 @@ CHECKS: tuple[Check, ...] = (
     _evaluation,
     _tracking,
     _cluster,
+    _bind_address,
 )

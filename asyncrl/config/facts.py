@@ -34,7 +34,8 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything known before a launch. None: could not be learned, and checks that need it stay silent."""
+    """Everything known before a launch. None: could not be learned, and checks that need it stay silent. addresses: this
+    machine's, `cluster.bind_address` among them where it is one."""
 
     model: ModelFacts | None = None
     train: DataFacts | None = None
@@ -42,3 +43,4 @@ class Facts:
     cores: int | None = None
     memory_bytes: int | None = None
     gpus: int = 0
+    addresses: tuple[str, ...] | None = None

@@ -269,6 +269,10 @@ class TrackingConfig(Section):
 
 class ClusterConfig(Section):
     ray_address: str | None = Field(None, description="Address of a running Ray cluster; null starts one for this run.")
+    bind_address: str = Field(
+        "127.0.0.1",
+        description="IPv4 address at which the run's services listen: 127.0.0.1 (this machine alone), an address of this machine, or 0.0.0.0 where several hosts take part. Beyond loopback ZeroMQ speaks CURVE and HTTP wants a token, with keys made for the launch, which lie in the run directory for its owner alone.",
+    )
     state_dir: str | None = Field(
         None,
         description="Local folder for the ledger and the queue's journal, which a network file system cannot keep; each run takes a folder of its own in it. null: the run directory.",

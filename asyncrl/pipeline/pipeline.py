@@ -109,7 +109,7 @@ class Pipeline:
         resumed = take_over(earlier, self.config) if earlier is not None else None
         folder = claim_run_dir(run_dir, self.config) if resumed is None else resumed.folder
         lock = lock_new(folder) if resumed is None else resumed.lock
-        from asyncrl.cluster.launch import make_supervisor
+        from asyncrl.cluster.launch import make_supervisor, open_door
         from asyncrl.cluster.spec import RunSpec, UserObjects
 
         spec = RunSpec(
@@ -119,6 +119,7 @@ class Pipeline:
             import_paths=tuple(dict.fromkeys([os.getcwd(), *(path for path in sys.path if path)])),
             objects=UserObjects(self._parts.rewards, self._parts.train, self._parts.eval, self._parts.agent),
         )
+        open_door(spec)
         return Run(
             folder,
             lambda: make_supervisor(

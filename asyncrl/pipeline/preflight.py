@@ -61,6 +61,7 @@ def gather(config: Config, parts: Parts | None, problems: list[Problem]) -> Fact
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=_memory_bytes(),
         gpus=gpus,
+        addresses=_addresses(config.cluster.bind_address),
     )
 
 
@@ -70,6 +71,13 @@ def count_gpus() -> int:
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     return len([device for device in Path("/dev").glob("nvidia[0-9]*") if device.name.removeprefix("nvidia").isdigit()])
+
+
+def _addresses(wanted: str) -> tuple[str, ...]:
+    from asyncrl.transport.hosts import addresses_of_host, is_here
+
+    found = tuple(addresses_of_host().values())
+    return (*found, wanted) if wanted not in found and is_here(wanted) else found
 
 
 def _memory_bytes() -> int:

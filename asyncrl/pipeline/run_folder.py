@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import TransportError, UserError
+
+if TYPE_CHECKING:
+    from asyncrl.transport.security import Door
 
 ANSWER_SECONDS = 10.0
 CLOCK_SLACK_SECONDS = 2.0
@@ -49,11 +52,19 @@ class RunFolder:
         return True
 
     def ask(self, method: str, *, timeout: float = ANSWER_SECONDS) -> Any:
-        """Ask the supervisor of a live run. Raises TransportError when it does not answer in time."""
+        """Ask the supervisor of a live run. Raises TransportError when it does not answer in time, UserError for a run whose keys
+        are another user's."""
         from asyncrl.transport.rpc import call_once
 
         assert self.started is not None, "only a run that started can be asked"
-        return call_once(str(self.started["rpc"]), method, timeout=timeout)
+        return call_once(str(self.started["rpc"]), method, timeout=timeout, door=self.door())
+
+    def door(self) -> Door:
+        """To a live run's processes. Raises as `ask`."""
+        from asyncrl.transport.security import door_to
+
+        assert self.started is not None, "only a run that started can be asked"
+        return door_to(self.path, str(self.started["rpc"]))
 
     def _launcher_lives(self) -> bool:
         return self.started is not None and _process_lives(int(self.started["pid"]), float(self.started["started"]))

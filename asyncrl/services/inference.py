@@ -28,6 +28,7 @@ from asyncrl.engines.embedded import EmbeddedServer, EngineOptions
 from asyncrl.errors import RunError, UserError
 from asyncrl.protocols import PolicyVersion, WeightTarget
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
+from asyncrl.transport import security
 
 log = logging.getLogger(__name__)
 PORTS = range(20_000, 32_000)  # outside the ranges from which systems draw ports for outgoing connections
@@ -57,22 +58,22 @@ class InferenceServer:
         options: EngineOptions,
         *,
         make_receiver: Callable[[WeightTarget], WeightReceiver] | None,
-        host: str = "127.0.0.1",
         port: int = 0,
     ):
         self.name = name
         self._server = EmbeddedServer(model_path, options)
         self._make_receiver = make_receiver
         self._receiver: WeightReceiver | None = None
-        self._host, self._port = host, port
+        self._port = port
         self._rpc = service_rpc(self)
         self._stopping = asyncio.Event()
         self._state = "starting"
 
     async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
         """Load the model and bind. Raises UserError for a model that cannot be served."""
-        port = urlsplit(earlier["http"]).port if "http" in earlier else None
-        addresses = {"http": await self._server.start(self._host, port or self._port or free_port(self._host))}
+        door = security.door()
+        port = (urlsplit(earlier["http"]).port if "http" in earlier else None) or self._port or free_port(door.host)
+        addresses = {"http": door.known_as(await self._server.start(door.host, port, token=door.token))}
         if self._make_receiver is not None:
             self._receiver = self._make_receiver(self._server.engine)
             addresses["weights"] = str(await _maybe_await(self._receiver.start(earlier.get("weights"))))
@@ -157,26 +158,35 @@ async def _maybe_await(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def serve(model_path: str | Path, *, host: str = "127.0.0.1", port: int = 30000, options: EngineOptions | None = None) -> int:
-    """`asyncrl serve`: serve one model until SIGINT or SIGTERM; the exit code. Raises UserError."""
-    return asyncio.run(_serve(model_path, host, port, options or EngineOptions()))
+def serve(
+    model_path: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 30000,
+    options: EngineOptions | None = None,
+    token: str | None = None,
+) -> int:
+    """`asyncrl serve`: serve one model until SIGINT or SIGTERM; the exit code. token: what every request must bring. Raises
+    UserError."""
+    return asyncio.run(_serve(model_path, host, port, options or EngineOptions(), token))
 
 
-async def _serve(model_path: str | Path, host: str, port: int, options: EngineOptions) -> int:
+async def _serve(model_path: str | Path, host: str, port: int, options: EngineOptions, token: str | None) -> int:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     server = EmbeddedServer(model_path, options)
     try:
-        url = await server.start(host, port)
+        url = await server.start(host, port, token=token)
     except OSError as error:
         raise UserError(
-            f"--port is {port} on {host}, which cannot be bound ({error.strerror or error}): choose another"
+            f"--port is {port} on --host {host}, which cannot be bound ({error.strerror or error}): choose another"
         ) from error
+    header = "" if token is None else '-H "Authorization: Bearer $ASYNCRL_TOKEN" '
     print(f"{model_path} is served at {url} (SGLang's protocol; Ctrl-C ends it)", flush=True)
     print(
-        f"  curl {url}/generate -H 'Content-Type: application/json' "
+        f"  curl {url}/generate -H 'Content-Type: application/json' {header}"
         '-d \'{"text": "1+2+3=", "sampling_params": {"max_new_tokens": 8}}\'',
         flush=True,
     )

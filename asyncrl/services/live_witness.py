@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from asyncrl.messages import GroupId
 from asyncrl.transport.rpc import call_once
+from asyncrl.transport.security import Door
 
 ANSWER_SECONDS = 2.0
 
@@ -14,14 +17,17 @@ class RpcLiveWitness:
     Raises TransportError when one of them does not answer within `timeout` seconds.
     """
 
-    def __init__(self, *, rollouter: str, reward: str, message_queue: str, timeout: float = ANSWER_SECONDS):
+    def __init__(
+        self, *, rollouter: str, reward: str, message_queue: str, timeout: float = ANSWER_SECONDS, door: Door | None = None
+    ):
+        """door: to the run, where it is not this process's."""
         self._holders = (rollouter, reward)
         self._queue = message_queue
-        self._timeout = timeout
+        self._timeout, self._door = timeout, door
 
     def in_flight(self) -> set[GroupId]:
         """Upstream first: a group that moves on between two questions is seen twice rather than not at all."""
-        ids = {id for address in self._holders for id in call_once(address, "in_flight", timeout=self._timeout)}
+        ids = {id for address in self._holders for id in self._ask(address, "in_flight")}
         ids.update(self._unsettled("rollouts"))
         return {GroupId.parse(id) for id in ids}
 
@@ -29,5 +35,8 @@ class RpcLiveWitness:
         return {GroupId.parse(id) for id in self._unsettled("scored")}
 
     def _unsettled(self, topic: str) -> list[str]:
-        ids: list[str] = call_once(self._queue, "queue.unsettled", timeout=self._timeout)[topic]
+        ids: list[str] = self._ask(self._queue, "queue.unsettled")[topic]
         return ids
+
+    def _ask(self, address: str, method: str) -> Any:
+        return call_once(address, method, timeout=self._timeout, door=self._door)

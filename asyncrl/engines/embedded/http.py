@@ -1,17 +1,22 @@
 """SGLang's HTTP protocol in front of the engine loop, on aiohttp.
 
 POST /generate, /abort_request, /flush_cache    GET /health, /health_generate, /ping, /model_info, /server_info, /v1/loads
+
+With a token, every one of them wants it (`Authorization: Bearer …`, as SGLang's --api-key) before it looks at anything else. A
+connection that has not said what it wants after REQUEST_SECONDS, drop by drop or not at all, is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from asyncrl.engines.embedded.loop import EngineLoop
 from asyncrl.engines.embedded.sequences import Update
@@ -21,6 +26,7 @@ from asyncrl.errors import GenerationFailed
 log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 * 2**20
 HEALTH_TIMEOUT_SECONDS = 20.0
+REQUEST_SECONDS = 30.0  # for the head of a request, and again for its body
 
 Decode = Callable[[Sequence[int], bool], str]
 Sink = asyncio.Queue  # of Update
@@ -45,13 +51,16 @@ def _dispatch(updates: Sequence[Update]) -> None:
 class HttpFront:
     """The HTTP server of one engine. `start` binds and returns the URL."""
 
-    def __init__(self, engine: EngineLoop, limits: Limits, *, model_path: str, decode: Decode | None = None):
+    def __init__(
+        self, engine: EngineLoop, limits: Limits, *, model_path: str, decode: Decode | None = None, token: str | None = None
+    ):
         self._engine, self._limits, self._model_path, self._decode = engine, limits, model_path, decode
+        self._middlewares: list[Middleware] = [_errors_as_json] if token is None else [_errors_as_json, _asks_for(token)]
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Raises OSError when the address is taken."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=self._middlewares)
         app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -68,7 +77,9 @@ class HttpFront:
                 web.get("/v1/loads", self._loads),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=REQUEST_SECONDS
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -208,16 +219,35 @@ async def _until_done(sink: Sink[Update], left: set[int]) -> AsyncIterator[list[
 
 async def _body(request: web.Request) -> Any:
     try:
-        return orjson.loads(await request.read())
+        async with asyncio.timeout(REQUEST_SECONDS):
+            data = await request.read()
+        return orjson.loads(data)
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
 
 
+def _asks_for(token: str) -> Middleware:
+    """Nobody gets past without it; how long a comparison takes tells nothing about how much of it was right."""
+    wanted = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if hmac.compare_digest(given, wanted):
+            return await handler(request)
+        refusal = _error(401, "Unauthorized", "this server wants its token: send it as Authorization: Bearer TOKEN")
+        refusal.headers["WWW-Authenticate"] = "Bearer"
+        return refusal
+
+    return check
+
+
 @web.middleware
-async def _errors_as_json(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
-        response: web.StreamResponse = await handler(request)
-        return response
+        return await handler(request)
     except BadRequest as error:
         return _error(400, "BadRequestError", str(error))
     except web.HTTPException as error:

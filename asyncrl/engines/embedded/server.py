@@ -55,13 +55,14 @@ class EmbeddedServer:
         assert self._engine is not None, "the server has not started"
         return self._engine
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Raises UserError for a model that cannot be served, OSError for an address that is taken."""
+    async def start(self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None) -> str:
+        """token: what every request must bring. Raises UserError for a model that cannot be served, OSError for an address that
+        is taken."""
         runner, tokenizer = await asyncio.to_thread(self._load)
         self._engine = EngineLoop(runner, Updates())
         self.engine.start()
         limits = Limits(runner.context, runner.vocab_size, tokenizer.eos_token_ids, tokenizer.encode_prompt)
-        self._front = HttpFront(self.engine, limits, model_path=self._path, decode=tokenizer.decode)
+        self._front = HttpFront(self.engine, limits, model_path=self._path, decode=tokenizer.decode, token=token)
         return await self._front.start(host, port)
 
     def _load(self) -> tuple[ModelRunner, HfTokenizer]:

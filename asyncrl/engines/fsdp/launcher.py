@@ -21,7 +21,7 @@ from asyncrl.protocols import StateFiles
 
 class FsdpLauncher:
     """Builds one rank's engine. `model_path` is the folder or hub name with a built-in already resolved; `files` is how the
-    engine's state is saved and loaded (None: it never is)."""
+    engine's state is saved and loaded (None: it never is); `host` is where the ranks of this host are met."""
 
     def __init__(
         self, config: Config, *, model_path: str | Path, rank: int, host: str = "127.0.0.1", files: StateFiles | None = None
@@ -65,6 +65,7 @@ class FsdpLauncher:
             store=self._store,
             device=self._device,
             timeout_seconds=self._config.training.step_timeout_seconds,
+            host=self._host,
         )
         policy, self._policy = self._policy, None
         return FsdpEngine(self._config, policy, group, self._device, self._saves)

@@ -16,26 +16,44 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineExceeded, TransportError
+from asyncrl.transport.hosts import interface_of
 
 JOIN_SECONDS = 120.0
 
 
 def open_meeting_point(host: str = "127.0.0.1") -> tuple[dist.TCPStore, str]:
-    """(store, "host:port") of rank 0; the store must live as long as the group."""
+    """(store, "host:port") of rank 0; the store must live as long as the group. It listens at `host` alone: left to itself it
+    listens everywhere, and it asks nobody for a key."""
     timeout = datetime.timedelta(seconds=JOIN_SECONDS)
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    return store, f"{host}:{store.port}"
+    listening = socket.create_server((host, 0))
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+    )
+    return store, f"{host}:{port}"
 
 
 class RankGroup:
     """This process's place among the trainer's ranks. One per process."""
 
-    def __init__(self, *, rank: int, world_size: int, store: dist.Store, device: torch.device, timeout_seconds: float):
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        store: dist.Store,
+        device: torch.device,
+        timeout_seconds: float,
+        host: str = "127.0.0.1",
+    ):
+        """host: this rank's own address, at which its gloo groups listen where the ranks do not meet on loopback."""
         self.rank, self.world_size = rank, world_size
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         backend = "nccl" if device.type == "cuda" else "gloo"
         if world_size == 1 or store_is_local(store):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+        elif interface := interface_of(host):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=self._timeout)
         self._control = dist.new_group(backend="gloo", timeout=self._timeout) if backend != "gloo" else dist.group.WORLD
 

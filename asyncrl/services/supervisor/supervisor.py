@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,9 +61,12 @@ class Supervisor:
         clock: Clock,
         *,
         resume: Resume | None = None,
+        at_end: Callable[[], None] = lambda: None,
     ):
+        """at_end: the very last thing that is done, once nobody is served any more."""
         self.config, self.run_dir, self.run_id = config, run_dir, run_id
         self.state = "starting"
+        self._at_end = at_end
         self._runtime, self._metrics, self._clock = runtime, metrics, clock
         self._lives = Lives(config, run_dir, runtime, clock, resume=resume, say=self._say, changed=self._note)
         self._parts: dict[str, Mapping[str, Any]] = {}
@@ -92,6 +95,7 @@ class Supervisor:
         try:
             return await self._supervise()
         finally:
+            self._at_end()
             end_log()
 
     async def _supervise(self) -> dict[str, Any]:
