@@ -298,10 +298,10 @@ def lives_after_the_first(runtime: FakeRuntime) -> dict[str, Life]:
     return {name: life for name, life in runtime.lives if not life.first}
 
 
-@pytest.mark.parametrize("name", ["rollouter", "reward", "reward/0", "inference/0"])
+@pytest.mark.parametrize("name", ["rollouter", "reward", "reward/0", "inference/0", "message_queue"])
 async def test_a_lost_row_is_started_again_where_it_was(config, tmp_path, name):
     runtime = FakeRuntime({"trainer/0": {"steps": 10}}, Mortal(name))
-    summary = await supervisor_of(restarting(config), tmp_path, runtime).supervise()
+    summary = await supervisor_of(restarting(config, queue={"durability": "process"}), tmp_path, runtime).supervise()
     assert summary["status"] == "finished"
     again = lives_after_the_first(runtime)
     assert again.keys() == {name}

@@ -164,7 +164,7 @@ class Lives:
         pending = set(names)
         try:
             async with asyncio.timeout(seconds):
-                for wave in (plan.rows[:1], plan.rows[1:]) if plan.rows[0].role == "message_queue" else (plan.rows,):
+                for wave in plan.waves():
                     for row in wave:
                         self._runtime.place(row, lives[row])
                     await all_to_end(*(self._start(row, pending) for row in wave))

@@ -34,6 +34,12 @@ class RestartPlan:
     reannounces: bool = False
     delay_seconds: float = 0.0
 
+    def waves(self) -> list[tuple[Row, ...]]:
+        """Rows that start together: the queue, by which the others go on, before all others."""
+        first = tuple(row for row in self.rows if row.role == "message_queue")
+        rest = tuple(row for row in self.rows if row.role != "message_queue")
+        return [wave for wave in (first, rest) if wave]
+
 
 @dataclass(frozen=True)
 class GiveUp:
