@@ -35,8 +35,8 @@ class LocalLedgerClient:
     """A `LedgerClient` over its own state machine, and over a file when `writer` is given.
 
     Where set, `on_end(ids, step)` is called with the groups that have just ended, before the transaction that says so, so that
-    what follows is in it; a checkpoint of `step` is the first that holds these ends. `on_checkpoint(step)` likewise. `held()` says
-    what the queue holds; unless set, nothing is lost.
+    what follows is in it; a checkpoint of `step` is the first that holds these ends. `on_checkpoint(step)` likewise. `held()`
+    says what the queue holds; unless set, nothing is lost.
     """
 
     def __init__(self, writer: LedgerWriter | None = None):

@@ -160,10 +160,12 @@ class LedgerWriter:
         self._file.execute("COMMIT")
 
     def _transact(self, write: Callable[[], None]) -> None:
+        """One transaction: this, and what the journal has for the file."""
         with naming(self.path):
             self._file.execute("BEGIN IMMEDIATE")
             try:
                 write()
+                self.journal.write()
                 self._file.execute("COMMIT")
             except BaseException:
                 with suppress(sqlite3.OperationalError):  # a full disk may have rolled it back by itself
@@ -203,7 +205,6 @@ class LedgerWriter:
             self._file.executemany("INSERT INTO reissues VALUES (?, ?, ?, ?, ?)", reissues)
         if moved is not None:
             self._write_cursor(moved)
-        self.journal.write()
         changed = [(*tally, name) for name, tally in tallies.items() if tally != self._tallies[name]]
         if changed:
             self._file.executemany("UPDATE tally SET rows = ?, a = ?, b = ?, c = ?, d = ? WHERE name = ?", changed)

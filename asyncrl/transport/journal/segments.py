@@ -35,11 +35,11 @@ class WrongRecord(AsyncrlError):
 class Segments:
     """The files of one folder. One writer. Raises StorageFailed when the disk refuses, naming the folder and the fix."""
 
-    def __init__(self, folder: Path, *, power: bool, segment_bytes: int = SEGMENT_BYTES):
+    def __init__(self, folder: Path, *, power: bool, segment_bytes: int | None = None):
         """Open the folder, creating it; what lies in it stays until `drop`. `power`: what `sync` returns from survives a power
         cut."""
         self.folder = folder
-        self.segment_bytes = segment_bytes
+        self.segment_bytes = segment_bytes or SEGMENT_BYTES
         self._power = power
         self._descriptors: dict[int, int] = {}
         self._size = 0
