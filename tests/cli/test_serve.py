@@ -15,6 +15,9 @@ from tests.cli.harness import asyncrl
         (["builtin/arithmetic", "--dtype", "float16"], "float32 or bfloat16"),
         (["builtin/arithmetic", "--context-tokens", "100000"], "lower it"),
         (["builtin/arithmetic", "--port", "70000"], "--port"),
+        (["builtin/arithmetic", "--host", "0.0.0.0"], "set ASYNCRL_TOKEN"),
+        (["builtin/arithmetic", "--host", "198.51.100.9", "--token", "a" * 32], "no IPv4 address of this machine"),
+        (["builtin/arithmetic", "--host", "0.0.0.0", "--token", "short"], "16 or more visible ASCII characters"),
     ],
 )
 def test_a_wrong_model_or_option_is_the_users_mistake(arguments: list[str], words: str) -> None:

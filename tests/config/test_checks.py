@@ -17,6 +17,7 @@ FACTS = Facts(
     eval=DataFacts(200),
     cores=4,
     memory_bytes=16 * 10**9,
+    addresses=("192.0.2.7", "127.0.0.1"),
 )
 
 
@@ -70,6 +71,9 @@ def test_the_queue_message_says_rule_value_and_fix() -> None:
         (["cluster.ray_address=ray://head:10001"], "cluster.ray_address", "host:port"),
         (["cluster.ray_address=head"], "cluster.ray_address", "host:port"),
         (["cluster.ray_address=head:70000"], "cluster.ray_address", "host:port"),
+        (["cluster.bind_address=localhost"], "cluster.bind_address", "no IPv4 address: write 127.0.0.1"),
+        (["cluster.bind_address='::'"], "cluster.bind_address", "or 0.0.0.0 where several hosts take part"),
+        (["cluster.bind_address=198.51.100.9"], "cluster.bind_address", "write one that it has (192.0.2.7, 127.0.0.1)"),
     ],
 )
 def test_what_would_hang_or_mislead_is_refused(overrides: list[str], key: str, words: str) -> None:
@@ -98,6 +102,8 @@ def test_what_would_hang_or_mislead_is_refused(overrides: list[str], key: str, w
         ["tracking.mlflow.uri=postgresql+psycopg://tracker/db"],
         ["cluster.ray_address=head:6379"],
         ["cluster.ray_address=auto"],
+        ["cluster.bind_address=0.0.0.0"],
+        ["cluster.bind_address=192.0.2.7"],
         ["training.publish_every=30"],
     ],
 )
