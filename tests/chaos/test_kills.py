@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.witness import faults
-from tests.end_to_end.runs import Launched, leftovers
+from tests.end_to_end.runs import Launched, kill_tree, leftovers
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
 
@@ -69,7 +69,8 @@ def rounds_of_kills(tmp_path: Path, durability: str, rounds: int, steps: int, *,
                 chaos.kill(row)
         assert run.wait(600) == 0, run.text[-4000:]
     finally:
-        run.wait(0) if run.process.poll() is None else None
+        if run.process.poll() is None:
+            kill_tree(run.process.pid)
     assert run.summary["status"] == "finished"
     assert run.summary["steps"] == steps
     assert faults(run.run_dir) == []
