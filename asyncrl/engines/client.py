@@ -195,7 +195,7 @@ class FleetClient:
         """The least loaded server that takes traffic, or the one wanted by name; waits for it until the deadline. None when a
         member was aborted meanwhile."""
         wanted, now = asked.part.request.server, asyncio.get_running_loop().time
-        while not asked.aborted:
+        while not asked.aborted & asked.part.left.keys():
             if self._is_closed:
                 raise GenerationFailed("the client was closed")
             servers = [server for server in self._view.servers if server.takes_traffic and wanted in (None, server.name)]
