@@ -16,7 +16,7 @@ class HfTokenizer:
         """`model_path`: where the model's end tokens are read, if the tokenizer lies elsewhere."""
         from transformers import AutoTokenizer
 
-        options = {"trust_remote_code": True} if trust_remote_code else {}
+        options = {"trust_remote_code": trust_remote_code}  # never None: transformers would ask on the terminal
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **options)
         except (OSError, ValueError) as error:

@@ -19,7 +19,7 @@ def load_model(path: str | Path, *, dtype: str, device: str = "cpu", trust_remot
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    options = {"trust_remote_code": True} if trust_remote_code else {}
+    options = {"trust_remote_code": trust_remote_code}  # never None: transformers would ask on the terminal
     try:
         config = AutoConfig.from_pretrained(path, **options)
         refuse_by_config(config)
