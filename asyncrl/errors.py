@@ -12,7 +12,7 @@
     │   ├── MalformedFrame, TruncatedFrame, OversizedFrame
     │   └── UnknownTag, UnknownSchema
     ├── TransportError            a peer did not do its part
-    │   ├── DeadlineExceeded, StreamClosed, MessageTooLarge
+    │   ├── DeadlineExceeded, StreamClosed, MessageTooLarge, UnknownSender
     │   └── RemoteError           a remote call raised; carries the remote error's type and text
     ├── LedgerError               IllegalTransition, LedgerCorrupt
     ├── CheckpointError           a checkpoint could not be written, read or exported; a run goes on without one
@@ -130,6 +130,10 @@ class DeadlineExceeded(TransportError):
 
 class StreamClosed(TransportError):
     """The other side ended the stream; nothing more will come."""
+
+
+class UnknownSender(TransportError):
+    """The queue has not heard of this sender: it is a new process, and the sender must open again."""
 
 
 class MessageTooLarge(TransportError):

@@ -25,7 +25,7 @@ from asyncrl.transport.allocator import keep_freed_memory
 from asyncrl.transport.blocks import Blocks, forwarded
 from asyncrl.transport.exchange import Exchange
 from asyncrl.transport.loop_socket import Frames, LoopSocket, bind_socket, open_socket
-from asyncrl.transport.records import Incoming, Progress, Session
+from asyncrl.transport.records import LIFE_BITS, Incoming, Progress, Session
 from asyncrl.transport.wire import MAX_BODY_BYTES, read_from_client, write_frames
 
 DELIVERY_BYTES = 32 * 10**6  # most of one delivery, unless a single message is larger
@@ -38,25 +38,31 @@ class _Receiver:
     """A consumer's side of the conversation. `unconfirmed`: (delivery, message ids) not yet known to have arrived."""
 
     topic: str
+    delivery: int
+    consumer: str = ""
     request: int = 0
     open: bool = False
     max_items: int = 0
-    delivery: int = 0
     unconfirmed: deque[tuple[int, list[str]]] = field(default_factory=deque)
 
 
 class Broker:
     """Moves messages between senders, the exchange and receivers. Use `broker.exchange` for settle, unsettled and stats."""
 
-    def __init__(self, exchange: Exchange, *, clock: Clock, bind: str = "tcp://127.0.0.1:*"):
+    def __init__(self, exchange: Exchange, *, clock: Clock, bind: str = "tcp://127.0.0.1:*", life: int = 0):
+        """`life`: a number that no other broker had to which this one's clients may have spoken (`records.LIFE_BITS`)."""
         self.exchange = exchange
         self._clock = clock
+        self._life = life
+        for each in exchange.topics.values():
+            each.first_number = life << LIFE_BITS
         self._bind = bind
         self._socket: LoopSocket | None = None
         self._max_bytes = max(topic.spec.capacity_bytes for topic in exchange.topics.values()) + MAX_BODY_BYTES
         self._senders: dict[Session, tuple[str, Progress | None]] = {}  # topic, and the counts last told
         self._stirred: dict[Session, int] = {}  # senders to be told their counts at the end of this wake-up → beat
         self._receivers: dict[Session, _Receiver] = {}
+        self._consumers: dict[tuple[str, str], Session] = {}  # (topic, name) → its newest session
         self._asking: dict[str, deque[Session]] = {name: deque() for name in exchange.topics}
         self._refused: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
@@ -206,7 +212,7 @@ class Broker:
     def _sender(self, peer: bytes, topic: str, producer: str, beat: int) -> None:
         if self._senders.setdefault(peer, (topic, None))[0] != topic:
             raise MalformedFrame(f"this sender belongs to another topic than {topic}")
-        self.exchange.topics[topic].open_sender(peer, producer, self._clock.now())
+        self.exchange.open_sender(topic, peer, producer, self._clock.now())
         self._stirred[peer] = beat
 
     def _announce(self, peer: bytes, topic: str, first: int, sizes: list[int]) -> None:
@@ -229,25 +235,31 @@ class Broker:
         self._stirred.setdefault(peer, 0)
 
     def _close_sender(self, peer: bytes, topic: str) -> None:
-        self.exchange.topics[topic].close_sender(peer, self._clock.now())
+        self.exchange.close_sender(topic, peer, self._clock.now())
+        self.exchange.publish()
         self._send(peer, ["closed"])
 
     # ── what receivers say ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _known(self, peer: bytes, topic: str) -> _Receiver:
         self.exchange.topics[topic].touch_consumer(peer, self._clock.now())
-        receiver = self._receivers.setdefault(peer, _Receiver(topic))
+        receiver = self._receivers.get(peer)
+        if receiver is None:
+            receiver = self._receivers[peer] = _Receiver(topic, self._life << LIFE_BITS)
         if receiver.topic != topic:
             raise MalformedFrame(f"this receiver takes from {receiver.topic}, not from {topic}")
         return receiver
 
-    def _receiver(self, peer: bytes, topic: str, beat: int) -> None:
+    def _receiver(self, peer: bytes, topic: str, consumer: str, beat: int) -> None:
         receiver = self._known(peer, topic)
+        if consumer and receiver.consumer != consumer:
+            receiver.consumer = consumer
+            self._take_over(peer, topic, consumer)
         self._send(peer, ["beat", beat, receiver.request if receiver.open else 0, receiver.delivery])
 
     def _take(self, peer: bytes, topic: str, request: int, max_items: int, received: int) -> None:
         receiver = self._known(peer, topic)
-        while receiver.unconfirmed and receiver.unconfirmed[0][0] <= received:
+        while receiver.unconfirmed and receiver.unconfirmed[0][0] <= received and self._of_this_life(received):
             receiver.unconfirmed.popleft()
         if request > receiver.request and max_items > 0:
             if not receiver.open:
@@ -265,6 +277,8 @@ class Broker:
 
     def _lost(self, peer: bytes, topic: str, received: int) -> None:
         receiver = self._known(peer, topic)
+        if not self._of_this_life(received):
+            return
         while receiver.unconfirmed and receiver.unconfirmed[-1][0] > received:
             self.exchange.topics[topic].give_back(peer, receiver.unconfirmed.pop()[1])
         receiver.delivery = received
@@ -284,6 +298,19 @@ class Broker:
             self._forget_request(peer, receiver)
         self.exchange.topics[topic].close_consumer(peer)
         self._send(peer, ["left"])
+
+    def _of_this_life(self, number: int) -> bool:
+        return number >> LIFE_BITS == self._life
+
+    def _take_over(self, peer: bytes, topic: str, consumer: str) -> None:
+        """A newer receiver of this name is there: the one before is dead, or told that it is one too many."""
+        before = self._consumers.get((topic, consumer))
+        self._consumers[topic, consumer] = peer
+        if before is None or (receiver := self._receivers.pop(before, None)) is None:
+            return
+        self._forget_request(before, receiver)
+        self.exchange.topics[topic].close_consumer(before)
+        self._send(before, ["error", "StreamClosed", f"topic {topic}: a newer receiver named {consumer} has taken over"])
 
     def _forget_request(self, peer: bytes, receiver: _Receiver) -> None:
         if receiver.open:

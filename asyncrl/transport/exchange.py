@@ -55,6 +55,9 @@ class QueueHooks(Protocol):
     def on_lost(self, topic: str, message_id: str, group_id: str, reason: str) -> None:
         """The payload of this accepted message could not be read back from the journal; it is settled already."""
 
+    def on_streams(self, topic: str, closed: frozenset[str]) -> None:
+        """These producers' streams have ended, and no others."""
+
     def commit(self) -> None:
         """Everything that `on_accept`, settlements and the journal's rows changed stands when this returns: then others are
         told."""
@@ -73,6 +76,9 @@ class NoHooks:
         pass
 
     def on_lost(self, topic: str, message_id: str, group_id: str, reason: str) -> None:
+        pass
+
+    def on_streams(self, topic: str, closed: frozenset[str]) -> None:
         pass
 
     def commit(self) -> None:
@@ -159,6 +165,20 @@ class Exchange:
             raise TransportError(f"there is no topic {name!r}; there are {', '.join(self.topics)}")
         return topic
 
+    def open_sender(self, topic: str, session: Session, producer: str, now: float) -> None:
+        """`Topic.open_sender`; `publish` must follow before anybody is told."""
+        of = self.topic(topic)
+        before = of.closed_producers
+        of.open_sender(session, producer, now)
+        self._tell_streams(of, before)
+
+    def close_sender(self, topic: str, session: Session, now: float) -> None:
+        """`Topic.close_sender`; `publish` must follow before anybody is told."""
+        of = self.topic(topic)
+        before = of.closed_producers
+        of.close_sender(session, now)
+        self._tell_streams(of, before)
+
     def accept(self, topic: str, session: Session, first: int, batch: Sequence[Incoming], now: float) -> Acceptance:
         """`Topic.accept` with the hooks' duplicate filter; `publish` must follow before anybody is told."""
         result = self.topic(topic).accept(session, first, batch, now, is_ended=self.hooks.is_ended)
@@ -205,6 +225,10 @@ class Exchange:
         messages = [Incoming(each.message_id, each.group_id, each.payload) for each in kept if each.payload is not None]
         for stored, ticket in zip(kept, self.journal.append(topic, messages), strict=True):
             stored.ticket = ticket
+
+    def _tell_streams(self, topic: Topic, before: frozenset[str]) -> None:
+        if topic.closed_producers != before:
+            self.hooks.on_streams(topic.spec.name, topic.closed_producers)
 
     def _let_go(self, topic: Topic) -> None:
         if topic.gone:

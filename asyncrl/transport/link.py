@@ -16,7 +16,7 @@ from asyncrl.transport.wire import read_from_broker, write_frames
 
 MAX_FRAME_BYTES = 2**33
 HEARTBEAT_SECONDS = 2.0
-SILENCE_SECONDS = 30.0
+SILENCE_SECONDS = 60.0
 _ERRORS = {kind.__name__: kind for kind in (StreamClosed, MessageTooLarge)}
 
 

@@ -15,23 +15,27 @@ from asyncrl.errors import FrameError, StreamClosed, TransportError
 from asyncrl.protocols.queue import Delivery
 from asyncrl.transport.envelopes import unpack
 from asyncrl.transport.link import HEARTBEAT_SECONDS, SILENCE_SECONDS, Link, error_of
+from asyncrl.transport.records import LIFE_BITS
 
 _GOODBYE_SECONDS = 1.0
 
 
 class QueueReceiver:
     """A consumer of one topic; one `receive` at a time. `refused` counts payloads that were no message: they are reported to the
-    queue, which settles them and tells its owner, and are not delivered."""
+    queue, which settles them and tells its owner, and are not delivered. `consumer`: a name; a newer receiver of the same name
+    takes over, with what this one had on lease. Should the queue be started anew, at the same address, it is asked again, and
+    what was taken and not settled may come again (`redelivered`)."""
 
     def __init__(
         self,
         address: str,
         topic: str,
         *,
+        consumer: str = "",
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
     ):
-        self._address, self._topic = address, topic
+        self._address, self._topic, self._consumer = address, topic, consumer
         self._heartbeat_seconds, self._silence_seconds = heartbeat_seconds, silence_seconds
         self._link: Link | None = None
         self._inbox: deque[Delivery] = deque()
@@ -132,7 +136,7 @@ class QueueReceiver:
             return ["leave", self._topic]
         waiting = self._answer is not None and not self._answer.done()
         self._request_at_beat = (beat, self._request if waiting else 0)
-        return ["receiver", self._topic, beat]
+        return ["receiver", self._topic, self._consumer, beat]
 
     def _on_message(self, kind: str, fields: list[Any], payloads: list[memoryview]) -> None:
         if kind == "deliver":
@@ -150,6 +154,7 @@ class QueueReceiver:
             self._fail_waits(self._broken)
 
     def _on_deliver(self, delivery: int, num_redelivered: int, message_ids: list[str], payloads: list[memoryview]) -> None:
+        self._notice_life(delivery)
         if delivery != self._received + 1:
             return  # one before it was lost: the next beat tells the broker, which gives both back
         self._received = delivery
@@ -163,6 +168,7 @@ class QueueReceiver:
 
     def _on_beat(self, beat: int, open_request: int, delivery: int) -> None:
         """The broker has read everything that was written before the beat, and what it wrote before has come."""
+        self._notice_life(delivery)
         beat_then, request_then = self._request_at_beat
         waiting = self._answer is not None and not self._answer.done()
         if delivery > self._received:
@@ -172,6 +178,11 @@ class QueueReceiver:
                 self._say_take()
             if self._cancelled:
                 self._open().send(["cancel", self._topic, self._request])
+
+    def _notice_life(self, delivery: int) -> None:
+        """A broker of another life numbers its deliveries from there on."""
+        if delivery >> LIFE_BITS != self._received >> LIFE_BITS:
+            self._received = delivery >> LIFE_BITS << LIFE_BITS
 
     def _answered(self) -> None:
         if self._answer is not None and not self._answer.done():

@@ -9,6 +9,9 @@ from asyncrl.transport.blocks import Payload
 
 MessageState = Literal["accepted", "taken", "returned"]
 Session = bytes  # one life of one sender or receiver
+LIFE_BITS = 32
+"""A broker numbers messages and deliveries from its life << LIFE_BITS on, so that what was meant for an earlier one is not taken
+for its own."""
 
 
 @dataclass(frozen=True)

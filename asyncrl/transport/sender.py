@@ -15,19 +15,20 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from asyncrl.errors import MessageTooLarge, StreamClosed, TransportError
+from asyncrl.errors import MessageTooLarge, StreamClosed, TransportError, UnknownSender
 from asyncrl.protocols.queue import Message
 from asyncrl.transport.blocks import BLOCK_BYTES, Blocks, gathered
 from asyncrl.transport.envelopes import pack
 from asyncrl.transport.link import HEARTBEAT_SECONDS, SILENCE_SECONDS, Link, error_of
-from asyncrl.transport.records import Incoming
+from asyncrl.transport.records import LIFE_BITS, Incoming
 
 WRITE_BYTES = BLOCK_BYTES  # when so much waits it is written at once, so that the broker works while the next are encoded
 EAGER_BYTES = 2 * BLOCK_BYTES  # most that is written without credit in hand
 
 
 class QueueSender:
-    """A producer of one topic, under the name that the queue was told to expect. Opens at the first `send` or `close`."""
+    """A producer of one topic, under the name that the queue was told to expect. Opens at the first `send` or `close`. Should the
+    queue be started anew, at the same address, what it had not handled is announced again."""
 
     def __init__(
         self,
@@ -74,9 +75,9 @@ class QueueSender:
                 "raise queue.capacity_megabytes"
             )
         first = self._next
-        self._outbox.extend(packed)
+        self._outbox += packed
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((first, self._next, accepted))
+        self._waiting.append((first, first + len(packed), accepted))
         self._unwritten_bytes += sum(sizes)
         if self._unwritten_bytes >= WRITE_BYTES:
             self._flush()
@@ -100,6 +101,9 @@ class QueueSender:
             self._ending = True
             self._say(["close", self._topic])
             await closed
+        except StreamClosed:
+            if self._outbox:
+                raise  # else the topic has ended: this stream's end was heard before
         finally:
             self._shut(StreamClosed(f"this sender of topic {self._topic} is closed"))
 
@@ -189,6 +193,8 @@ class QueueSender:
             self._on_failed(*fields)
         elif kind == "closed" and self._closed is not None and not self._closed.done():
             self._closed.set_result(None)
+        elif kind == "error" and fields[0] == UnknownSender.__name__:
+            self._say(["sender", self._topic, self._producer, 0])  # a new broker, which read what was meant for another
         elif kind == "error":
             self._broken = error_of(*fields)
             self._capacity_bytes = 0
@@ -196,6 +202,8 @@ class QueueSender:
 
     def _on_progress(self, beat: int, announced: int, granted: int, handled: int, capacity_bytes: int) -> None:
         assert self._opened is not None
+        if handled >> LIFE_BITS != self._handled >> LIFE_BITS:
+            self._begin_at(handled)
         if not self._opened.done():
             self._opened.set_result(capacity_bytes)
             self._capacity_bytes = 0 if self._closed else capacity_bytes
@@ -220,6 +228,16 @@ class QueueSender:
                 accepted.set_result(None)
         if self._sent < self._granted or self._next > self._announced:
             self._flush_soon()
+
+    def _begin_at(self, number: int) -> None:
+        """A broker of another life: the first message that was not handled has this number there, and nothing is announced."""
+        shift = number - self._handled
+        self._waiting = deque((first + shift, end + shift, accepted) for first, end, accepted in self._waiting)
+        self._announced = self._granted = self._sent = self._handled = number
+        self._eager_to = self._asked_to = 0
+        self._at_beat = (0, number, number)
+        if self._ending:
+            self._say(["close", self._topic])
 
     def _mend(self, announced: int) -> None:
         """The broker has read everything that was written before the beat: what it does not count was lost on the way (or its

@@ -9,8 +9,9 @@ Invariants, at every moment:
 
 - items granted and not yet sent + items accepted and never yet taken ≤ capacity_items; the same sum in bytes ≤ capacity_bytes.
   A message is outside the bound from its first taking on, also when its lease ended and it waits to be delivered again.
-- A sender's messages are numbered 0, 1, 2, … and become `handled` (accepted, dropped as a duplicate, or refused) strictly in
-  that order. Credits are granted in the order of announcement, whoever announced, and nothing overtakes: nobody starves.
+- A sender's messages are numbered from `first_number` on and become `handled` (accepted, dropped as a duplicate, or refused)
+  strictly in that order. Credits are granted in the order of announcement, whoever announced, and nothing overtakes: nobody
+  starves.
 - An accepted message stays until it is settled, whoever dies.
 - The topic has ended when every producer it was told of has closed; one that fell silent has not.
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 
-from asyncrl.errors import MessageTooLarge, StreamClosed, TransportError
+from asyncrl.errors import MessageTooLarge, StreamClosed, TransportError, UnknownSender
 from asyncrl.transport.records import Acceptance, Incoming, Progress, Session, Stored, TopicSpec, TopicStats
 
 __all__ = ["Topic", "TopicSpec"]
@@ -51,6 +52,7 @@ class Topic:
     def __init__(self, spec: TopicSpec, *, lease_seconds: float):
         self.spec = spec
         self.lease_seconds = lease_seconds
+        self.first_number = 0
         self._senders: dict[Session, _Sender] = {}
         self._current: dict[str, Session] = {}  # producer → its newest session
         self._closed: set[str] = set()
@@ -85,7 +87,8 @@ class Topic:
             before = self._current.get(producer)
             if before is not None:
                 self._retire(self._senders[before], before, f"a newer sender named {producer} has taken over", now)
-            sender = self._senders[session] = _Sender(producer, now)
+            first = self.first_number
+            sender = self._senders[session] = _Sender(producer, now, first, first, first)
             self._current[producer] = session
             self._closed.discard(producer)
         return self._seen(session, now).progress()
@@ -173,11 +176,23 @@ class Topic:
         return None if sender is None else sender.progress()
 
     def close_sender(self, session: Session, now: float) -> None:
-        """End of this sender's stream; its producer has closed if no newer session took over. Closing twice is harmless."""
+        """End of this sender's stream; its producer has closed if no newer session took over. Closing twice is harmless. Raises
+        UnknownSender for a session that was never opened."""
         sender = self._senders.get(session)
-        if sender is not None and sender.retired is None:
+        if sender is None:
+            raise self._unknown()
+        if sender.retired is None:
             self._retire(sender, session, f"the sender {sender.producer} has closed", now)
             self._closed.add(sender.producer)
+
+    @property
+    def closed_producers(self) -> frozenset[str]:
+        """Producers whose stream has ended."""
+        return frozenset(self._closed)
+
+    def restore_closed(self, producers: Iterable[str]) -> None:
+        """Streams that had ended when an earlier process kept this topic; before anybody is served."""
+        self._closed.update(producers)
 
     @property
     def ended(self) -> bool:
@@ -322,11 +337,14 @@ class Topic:
     def _seen(self, session: Session, now: float) -> _Sender:
         sender = self._senders.get(session)
         if sender is None:
-            raise TransportError(f"topic {self.spec.name} does not know this sender: was the queue restarted?")
+            raise self._unknown()
         if sender.retired is not None:
             raise StreamClosed(f"topic {self.spec.name}: {sender.retired}")
         sender.last_seen = now
         return sender
+
+    def _unknown(self) -> UnknownSender:
+        return UnknownSender(f"topic {self.spec.name} does not know this sender: open it first")
 
     def _hold_credit(self, sender: _Sender, items: int, size: int) -> None:
         sender.granted += items

@@ -7,7 +7,7 @@
     broker → sender     progress(beat, announced, granted, handled, capacity_bytes)    counts; beat 0: of the broker's own accord
                         failed(number, kind, text)      this message was refused
                         closed()
-    receiver → broker   receiver(topic, beat)           here I am; echoed in `beat`
+    receiver → broker   receiver(topic, consumer, beat)                here I am; echoed in `beat`
                         take(topic, request, max_items, received)      `received`: number of the last delivery that came
                         cancel(topic, request)          answer it now, if need be with nothing
                         lost(topic, received)           deliveries after this one did not come; numbered anew
@@ -20,8 +20,10 @@
                         left()
     broker → any        error(kind, text)               what came could not be served
 
-`sizes` are the payloads' bytes, a list for each block (`transport.blocks`). All counts are cumulative, so a
-lost or repeated frame is seen at the next beat and mended by saying it again.
+`sizes` are the payloads' bytes, a list for each block (`transport.blocks`). All counts are cumulative, so a lost or repeated
+frame is seen at the next beat and mended by saying it again. Numbers of messages and of deliveries begin where the broker's life has it
+(`records.LIFE_BITS`): a client that sees another life begins anew, a sender with the first message that was not handled, a
+receiver with its open request; what was meant for another life is out of turn, and ignored.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _FROM_CLIENT: dict[str, tuple[str, ...]] = {
     "announce": (_TEXT, _COUNT, _COUNTS),
     "write": (_TEXT, _COUNT, _IDS, _IDS, _SIZES),
     "close": (_TEXT,),
-    "receiver": (_TEXT, _COUNT),
+    "receiver": (_TEXT, _TEXT, _COUNT),
     "take": (_TEXT, _COUNT, _COUNT, _COUNT),
     "cancel": (_TEXT, _COUNT),
     "lost": (_TEXT, _COUNT),
