@@ -17,7 +17,7 @@ REASONS_KEPT = 8  # of one row, the newest
 
 class Quarantine:
     """`after`: failures in a row, 0 for no quarantine. failures: counts of an earlier life. innocent: reasons of failed ends that
-    say nothing of the prompt."""
+    say nothing of the prompt; neither does one whose prompt starts again."""
 
     def __init__(self, after: int, *, failures: Mapping[int, int], innocent: Collection[str] = ()):
         self._after, self._innocent = after, frozenset(innocent)
@@ -41,7 +41,7 @@ class Quarantine:
             self._reasons.pop(row, None)
             self._rows.discard(row)
             return False
-        if not self._after or end.reason in self._innocent or end.reason.startswith(f"{QUARANTINED}:"):
+        if not self._after or end.reissue or end.reason in self._innocent or end.reason.startswith(f"{QUARANTINED}:"):
             return False
         self._failures[row] = self._failures.get(row, 0) + 1
         self._reasons[row] = [*self._reasons.get(row, []), end.reason][-REASONS_KEPT:]

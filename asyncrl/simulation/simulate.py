@@ -1,11 +1,11 @@
 """A whole run in one event loop and in virtual time: the real services, queue, ledger and ParameterSync, over simulated machines.
 
     Rollouter ─▶ LocalQueue "rollouts" ─▶ RewardFront ─▶ LocalQueue "scored" ─▶ TrainerService
-        │ FakeInference                      │ one worker: `World.reward`            │ FakeTrainingEngine
+        │ FakeInference                      │ Workers: `World.reward`               │ FakeTrainingEngine
         └──────────────◀── SimulatedSync (ParameterSync, `World.lag`) ◀──────────────┘
 
 Every change of the ledger is checked when it happens (`WatchedLedger`): the terms balance, admission kept its bound, and what the
-ledger calls in flight and queued is what rollouter, Reward front and queue say they hold.
+ledger calls in flight and queued is what rollouter, Reward front and queue say they hold. `World.losses` are processes that die.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from asyncrl.agents import load_agent
 from asyncrl.config.schema import Config
 from asyncrl.data import open_eval_prompts, open_prompts
 from asyncrl.data.opening import Data
+from asyncrl.errors import DeadlineExceeded
 from asyncrl.ledger.local import LocalLedgerClient
+from asyncrl.ledger.states import Changes, Transition
 from asyncrl.messages import GroupId
 from asyncrl.protocols import (
     Dispatch,
@@ -33,22 +35,23 @@ from asyncrl.protocols import (
     TrainBatch,
     TrainingEngine,
 )
+from asyncrl.services.message_queue.beginning import Beginning
+from asyncrl.services.message_queue.recovery import Fresh
 from asyncrl.services.message_queue.settling import ROLLOUTS, SCORED, connect, topics_of
 from asyncrl.services.reward import FrontParts, RewardFront
 from asyncrl.services.rollouter import Rollouter, RollouterParts
 from asyncrl.services.service import AddressBook
-from asyncrl.services.tasks import first_leaf
+from asyncrl.services.tasks import cancel, first_leaf
 from asyncrl.services.trainer import TrainerParts, TrainerService
 from asyncrl.services.trainer.parts import LeaderParts
 from asyncrl.simulation.inference import FakeInference
 from asyncrl.simulation.loop import VirtualClock, run_virtual
+from asyncrl.simulation.processes import LateSender, Lines, Loss, MortalReceiver, Row
 from asyncrl.simulation.training import FakeLauncher, FakeTrainingEngine, VirtualBlocking
 from asyncrl.simulation.weights import SimulatedSync
+from asyncrl.simulation.workers import Workers
 from asyncrl.tracking.memory import MemoryTracker
-from asyncrl.transport.local import LocalQueue
-
-WORKER = "reward/0"
-WORKER_FIELDS = ("prompt", "response", "ground_truth", "extra_info")
+from asyncrl.transport.local import LocalQueue, LocalReceiver
 
 
 def every_other_reward(item: Mapping[str, Any]) -> float | None:
@@ -61,7 +64,9 @@ class World:
     """How fast the simulated machines are, and what they answer. Seconds are virtual.
 
     num_tokens: length of an answer; failure: why a member cannot be generated, or None; reward: a sample's score, None for a
-    failed one; lag(server, version): from publication to confirmation.
+    failed one; lag(server, version): from publication to confirmation; workers: reward workers; lethal: whether a sample kills
+    its worker, which is back after `back_after`; losses: who dies when; call_seconds: a call of one that may die to the ledger
+    takes so long, and its answer too.
     """
 
     token_seconds: float = 0.01
@@ -73,19 +78,26 @@ class World:
     step_seconds: Callable[[TrainBatch], float] = lambda batch: 0.5
     lag: Callable[[str, int], float] = lambda server, version: 0.05
     servers: tuple[str, ...] = ("inference/0",)
+    workers: int = 1
+    lethal: Callable[[Mapping[str, Any]], bool] = lambda item: False
+    losses: tuple[Loss, ...] = ()
+    back_after: float = 1.0
+    call_seconds: float = 0.0
 
 
 @dataclass(repr=False)
 class Simulated:
-    """What a run left. `summary`: each service's part by row name; `checks`: how often the ledger was checked."""
+    """What a run left. `summary`: each service's part by row name; `checks`: how often the ledger was checked; `lives`: processes
+    by row, of those that may die."""
 
-    ledger: LocalLedgerClient
+    ledger: WatchedLedger
     summary: dict[str, dict[str, Any]]
     batches: list[TrainBatch]
     metrics: list[tuple[str, int, dict[str, float]]]
     unsettled: int
     checks: int
     seconds: float
+    lives: dict[str, int]
 
 
 def simulate(
@@ -112,16 +124,26 @@ def simulate(
 
 
 class WatchedLedger(LocalLedgerClient):
-    """A ledger in memory that calls `check` after each change."""
+    """A ledger that calls `check` after each change, and remembers every transition."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.transitions: list[Transition] = []
         self.check: Callable[[], None] = lambda: None
-        self.check_dispatch: Callable[[Sequence[Dispatch]], None] = lambda groups: None
+        self.check_start: Callable[[Sequence[Dispatch]], None] = lambda groups: None
+
+    def _record(self, changes: Changes) -> None:
+        self.transitions += changes.transitions
+        super()._record(changes)
 
     async def dispatch(self, groups: Sequence[Dispatch], cursor: PromptCursor) -> None:
         await super().dispatch(groups, cursor)
-        self.check_dispatch(groups)
+        self.check_start(groups)
+        self.check()
+
+    async def restart(self, groups: Sequence[Dispatch]) -> None:
+        await super().restart(groups)
+        self.check_start(groups)
         self.check()
 
     async def end(self, ends: Sequence[End]) -> None:
@@ -145,35 +167,26 @@ class _Letters:
         return "".join(chr(32 + token) for token in token_ids)
 
 
-class _Worker:
-    """The line to a reward worker, and the worker."""
-
-    def __init__(self, world: World):
-        self._world = world
-
-    async def call(self, method: str, *, timeout: float, **params: Any) -> Any:
-        assert method == "score", method
-        items: Sequence[Mapping[str, Any]] = params["items"]
-        await asyncio.sleep(self._world.score_seconds * len(items))
-        scores = [self._world.reward(item) for item in items]
-        answers: list[tuple[Any, ...]] = [
-            (score, {}, {}, None if score is not None else "the reward function raised") for score in scores
-        ]
-        return {"seconds": self._world.score_seconds * len(items), "scores": answers}
-
-    async def close(self) -> None:
-        """Nothing is held."""
-
-
 class _Scorer:
-    """Scores of the Reward front, by a direct call."""
+    """Scores of the Reward front that is up, by direct calls."""
 
-    def __init__(self, front: RewardFront):
+    def __init__(self, front: Row[RewardFront]):
         self._front = front
 
     async def score(self, items: Sequence[Mapping[str, Any]], timeout: float) -> list[dict[str, Any]]:
-        async with asyncio.timeout(timeout):
-            return await self._front.score(items=[dict(item) for item in items])
+        while True:
+            if not self._front.is_up:
+                await self._front.began.wait()
+            scoring = asyncio.ensure_future(self._front.service.score(items=[dict(item) for item in items]))
+            replaced = asyncio.ensure_future(self._front.began.wait())
+            try:
+                await asyncio.wait((scoring, replaced), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if scoring.done() and self._front.is_up:
+                    return scoring.result()
+                if not replaced.done():
+                    raise DeadlineExceeded(f"no score within {timeout:g} s")
+            finally:
+                await cancel([scoring, replaced])
 
 
 class _Run:
@@ -182,10 +195,9 @@ class _Run:
     def __init__(self, config: Config, run_dir: Path, world: World, prompts: Data, eval_prompts: Data | None, agent: Any):
         self.config, self.world = config, world
         self.clock = VirtualClock()
-        self.ledger = WatchedLedger()
         self.tracker = MemoryTracker()
-        hooks = connect(self.ledger, topics_of(config), lease_seconds=config.queue.lease_seconds)
-        self.queue = LocalQueue(hooks.exchange, clock=self.clock)
+        self._run_dir, self._data, self._eval_data, self._agent = run_dir, prompts, eval_prompts, agent
+        self._begin_queue()
         self.engine = FakeInference(
             self.clock,
             token_seconds=world.token_seconds,
@@ -196,52 +208,100 @@ class _Run:
         self.sync = SimulatedSync(self.clock, servers=world.servers, lag=world.lag, on_commit=self._committed)
         blocking = VirtualBlocking()
         self.trainer_engine = FakeTrainingEngine(blocking, step_seconds=world.step_seconds)
-        self.rollouter = Rollouter(config, self._rollouter_parts, clock=self.clock)
-        self.front = RewardFront(
-            self._front_parts,
-            min_scored=config.reward.min_scored,
-            limit_seconds=config.reward.timeout_seconds,
-            num_functions=len(config.reward.functions),
-            clock=self.clock,
-            connect=lambda address: _Worker(world),
+        self.workers = Workers(
+            world.workers,
+            front=lambda: self.front.service if self.front.is_up else None,
+            reward=world.reward,
+            score_seconds=world.score_seconds,
+            lethal=world.lethal,
+            back_after=world.back_after,
         )
+        self.front = Row(self._make_front, seconds=world.call_seconds)
+        self.rollouter = Row(self._make_rollouter, seconds=world.call_seconds)
         launcher = FakeLauncher(self.trainer_engine)
         self.trainer = TrainerService(
             config, run_dir, 0, launcher=launcher, connect=self._trainer_parts, clock=self.clock, run_blocking=blocking
         )
-        self._data, self._eval_data, self._agent = prompts, eval_prompts, agent
+        self._front_receiver: LocalReceiver | None = None
         self._committed_by: dict[str, int] = {}
         self._in_traffic: list[str] = []
         self._version = 0
         self.checks = 0
-        self.ledger.check, self.ledger.check_dispatch = self._check_balance, self._check_admission
+        self.ledger.check, self.ledger.check_start = self._check_balance, self._check_admission
 
     async def to_the_end(self) -> Simulated:
         """As the supervisor has it: the run is over when trainer and rollouter are done, then the others are stopped."""
         await self.sync.start()
         async with asyncio.TaskGroup() as services:
-            worker = services.create_task(self._keep_worker_registered())
-            front = services.create_task(self.front.run({}))
-            rollouter, trainer = services.create_task(self.rollouter.run({})), services.create_task(self.trainer.run({}))
+            beside = [
+                services.create_task(self.workers.run()),
+                *(services.create_task(self._lose(loss)) for loss in self.world.losses),
+            ]
+            front = services.create_task(self.front.live({}))
+            rollouter, trainer = services.create_task(self.rollouter.live({})), services.create_task(self.trainer.run({}))
             await asyncio.gather(rollouter, trainer)
-            await self.front.stop()
+            await cancel(beside)
+            while not self.front.is_up:
+                await self.front.began.wait()
+            await self.front.service.stop()
             await front
-            worker.cancel()
         await self.sync.close()
         self._check_balance()
+        self._end_queue()
         return Simulated(
             ledger=self.ledger,
-            summary={service.name: service.summary() for service in (self.rollouter, self.front, self.trainer)},
+            summary={each.name: each.summary() for each in (self.rollouter.service, self.front.service, self.trainer)},
             batches=self.trainer_engine.batches,
             metrics=self.tracker.records,
             unsettled=sum(len(self.queue.exchange.unsettled(topic)) for topic in (ROLLOUTS, SCORED)),
             checks=self.checks,
             seconds=self.clock.now(),
+            lives={
+                "rollouter": self.rollouter.lives,
+                "reward": self.front.lives,
+                **{name: worker.lives for name, worker in self.workers.by_address.items()},
+            },
         )
+
+    async def _lose(self, loss: Loss) -> None:
+        await asyncio.sleep(loss.at)
+        if loss.row in self.workers.by_address:
+            self.workers.kill(loss.row, loss.back_after)
+        elif loss.row == "rollouter":
+            self.rollouter.kill(loss.back_after)
+        else:
+            assert loss.row == "reward", f"{loss.row} does not die here"
+            self.front.kill(loss.back_after)
+
+    def _begin_queue(self) -> None:
+        """Queue and ledger: in memory, or, where the queue is durable, with their files."""
+        config = self.config
+        self._beginning: Beginning | None = None
+        if config.queue.durability == "none":
+            self.ledger = WatchedLedger()
+            lease, group_size = config.queue.lease_seconds, config.rollout.group_size
+            hooks = connect(self.ledger, topics_of(config), lease_seconds=lease, group_size=group_size)
+        else:
+            self._beginning = Beginning(config, self._run_dir, Fresh(incarnation=1), clock=self.clock)
+            self.ledger = self._beginning.ledger = WatchedLedger()
+            self._beginning.begin()
+            hooks = self._beginning.queue
+        self.queue = LocalQueue(hooks.exchange, clock=self.clock)
+
+    def _end_queue(self) -> None:
+        if self._beginning is not None:
+            self.ledger.close()
+            self._beginning.close()
 
     # Parts
 
-    async def _rollouter_parts(self, book: AddressBook) -> RollouterParts:
+    def _make_rollouter(self, lines: Lines) -> Rollouter:
+        async def connect(book: AddressBook) -> RollouterParts:
+            return self._rollouter_parts(lines)
+
+        return Rollouter(self.config, connect, clock=self.clock)
+
+    def _rollouter_parts(self, lines: Lines) -> RollouterParts:
         config, tokenizer = self.config, _Letters()
         data = config.data
         return RollouterParts(
@@ -252,28 +312,38 @@ class _Run:
             tokenizer=tokenizer,
             engine=self.engine,
             agent=load_agent(self._agent, self.engine, tokenizer, self.clock.now),
-            sender=self.queue.sender(ROLLOUTS, producer="rollouter"),
-            ledger=self.ledger,
+            sender=LateSender(self.queue, ROLLOUTS, "rollouter", lines),
+            ledger=lines.to(self.ledger),
             fleet=self.sync.fleet(),
             scorer=_Scorer(self.front),
             tracker=self.tracker,
             on_fleet=self._see_fleet,
+            run_dir=self._run_dir,
         )
 
-    def _front_parts(self, book: AddressBook) -> FrontParts:
-        sender = self.queue.sender(SCORED, producer="reward")
-        return FrontParts(receiver=self.queue.receiver(ROLLOUTS), sender=sender, ledger=self.ledger, tracker=self.tracker)
+    def _make_front(self, lines: Lines) -> RewardFront:
+        return RewardFront(
+            lambda book: self._front_parts(lines),
+            min_scored=self.config.reward.min_scored,
+            limit_seconds=self.config.reward.timeout_seconds,
+            num_functions=len(self.config.reward.functions),
+            max_worker_deaths=self.config.reward.max_worker_deaths,
+            clock=self.clock,
+            connect=self.workers.connect,
+        )
+
+    def _front_parts(self, lines: Lines) -> FrontParts:
+        before, self._front_receiver = self._front_receiver, self.queue.receiver(ROLLOUTS)
+        return FrontParts(
+            receiver=MortalReceiver(self._front_receiver, lines, before),
+            sender=LateSender(self.queue, SCORED, "reward", lines),
+            ledger=lines.to(self.ledger),
+            tracker=self.tracker,
+        )
 
     async def _trainer_parts(self, book: AddressBook, engine: TrainingEngine) -> TrainerParts:
         leader = LeaderParts(receiver=self.queue.receiver(SCORED), ledger=self.ledger, tracker=self.tracker)
         return TrainerParts(publisher=self.sync.publisher(), leader=leader)
-
-    async def _keep_worker_registered(self) -> None:
-        while True:
-            await self.front.register(
-                worker=WORKER, incarnation="1", address=WORKER, fields=WORKER_FIELDS, is_serial=True, slots=1
-            )
-            await asyncio.sleep(1.0)
 
     def _committed(self, server: str, version: int) -> None:
         self._committed_by[server] = version
@@ -293,7 +363,7 @@ class _Run:
     # Invariants
 
     def _check_admission(self, groups: Sequence[Dispatch]) -> None:
-        """live ≤ (min((v + 1 + η)·P, steps) − b)·G after every dispatch, with v as the dispatch gives it."""
+        """live ≤ (min((v + 1 + η)·P, steps) − b)·G after every dispatch and restart, with v as it gives it."""
         training, attempts = self.config.training, self.ledger.attempts
         for group in groups:
             last_step = min(
@@ -301,19 +371,23 @@ class _Run:
             )
             live = len(attempts.live())
             allowed = (last_step - attempts.finished_steps) * training.groups_per_step
-            assert live <= allowed, f"{live} groups live after the dispatch of {group.id}, {allowed} allowed"
+            assert live <= allowed, f"{live} groups live after the start of {group.id}, {allowed} allowed"
 
     def _check_balance(self) -> None:
-        """The terms add up, and every live group is where the ledger says, or on its way there."""
+        """The terms add up, and every live group is where the ledger says, or on its way there; while there is no rollouter, what
+        it generated is nowhere."""
         self.checks += 1
         counts = self.ledger.attempts.counts()
         dispatched = counts.pop("dispatched")
         assert dispatched == sum(counts.values()), (dispatched, counts)
         exchange = self.queue.exchange
         queued = {item.group_id for item in exchange.unsettled(SCORED)}
-        in_flight = {item.group_id for item in exchange.unsettled(ROLLOUTS)} | set(self.front.in_flight())
-        in_flight |= set(self.rollouter.in_flight())
+        in_flight = {item.group_id for item in exchange.unsettled(ROLLOUTS)} | set(self.front.service.in_flight())
+        in_flight |= set(self.rollouter.service.in_flight())
+        is_led = self.rollouter.is_up and self.rollouter.service.status()["state"] not in ("starting", "resuming")
         for group in self.ledger.attempts.live():
+            if group.state == "in_flight" and not is_led:
+                continue
             assert str(group.id) in (queued if group.state == "queued" else in_flight), f"{group} is held by nobody"
         ended = {id for id in queued if GroupId.parse(id) not in self.ledger.attempts}
         assert not ended, f"the queue still holds {ended}, which have an end"

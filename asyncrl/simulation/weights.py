@@ -18,6 +18,7 @@ from asyncrl.protocols.weights import FleetView, PolicyVersion
 from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
 from asyncrl.weight_sync.channel import Order, Outcome, Progress
 from asyncrl.weight_sync.plan import Shard, TensorSpec, plan_rank
+from asyncrl.weight_sync.wire import Checksums, digest_of
 
 Lag = Callable[[str, int], float]
 OnCommit = Callable[[str, int], None]
@@ -82,17 +83,19 @@ class SimulatedReceiver:
         self.gate.set()
         self._session = 0
         self._incarnation = 0
+        self._digest: str | None = None
 
     def restart(self) -> None:
         """A new process in its place: it holds no version of the run."""
         self._session += 1
-        self.live = None
+        self.live = self._digest = None
 
     async def status(self, timeout: float) -> dict[str, Any]:
         if self.silent:
             await asyncio.sleep(timeout)
             raise DeadlineExceeded(f"{self.name} did not answer within {timeout:g} s")
-        return {"session": str(self._session), "committed": None if self.live is None else str(self.live)}
+        committed = None if self.live is None else str(self.live)
+        return {"session": str(self._session), "committed": committed, "digest": self._digest}
 
     async def update(self, order: Order, progress: Progress) -> Outcome:
         if order.version.incarnation < self._incarnation:
@@ -110,7 +113,7 @@ class SimulatedReceiver:
                 await self.gate.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"{order.version} did not reach {self.name} within {order.timeout_seconds:g} s") from None
-        self.live = order.version
+        self.live, self._digest = order.version, digest_of(order.checksums) if order.verify else None
         if not order.verify:
             progress.unverified()
         self._sync.on_commit(self.name, order.version.version)
@@ -130,19 +133,27 @@ class SimulatedPublisher:
     def __init__(self, service: ParameterSyncService, *, rank: int, world_size: int, incarnation: int):
         self._service, self._rank, self._world_size, self._incarnation = service, rank, world_size, incarnation
         self._latest: Mapping[str, float] = {}
+        self._contents: dict[int, tuple[int, Checksums | None]] = {}  # by slot
         self.staged: list[int] = []
 
     def register(self) -> None:
         held = Shard(_TENSOR, (0,), _TENSOR.shape) if self._rank == 0 else Shard(_TENSOR, (0,), (0,), "elsewhere")
         plan = plan_rank([held], rank=self._rank, world_size=self._world_size, bucket_bytes=1024)
         slots = [f"simulated-r{self._rank}-s{slot}" for slot in range(2)]
-        self._service.register(self._rank, self._world_size, self._incarnation, plan.to_wire(), slots)
+        contents = [(slot, version, checksums) for slot, (version, checksums) in self._contents.items()]
+        self._service.register(self._rank, self._world_size, self._incarnation, plan.to_wire(), slots, contents)
+
+    def reannounce(self) -> None:
+        self.register()
 
     def acquire(self, version: int) -> int:
-        return self._service.acquire_slot(self._incarnation, version)
+        slot = self._service.acquire_slot(self._incarnation, version)
+        self._contents[slot] = (version, None)
+        return slot
 
     def stage(self, version: int, slot: int) -> float:
         checksums = np.full(1 if self._rank == 0 else 0, version, dtype=np.uint32)
+        self._contents[slot] = (version, checksums)
         self._latest = self._service.staged(self._rank, self._incarnation, version, slot, checksums)
         self.staged.append(version)
         return 0.0

@@ -32,6 +32,7 @@ def test_an_attempt_that_was_scored_begins_the_count_anew():
 def test_the_ends_of_quarantine_itself_and_innocent_ones_do_not_count():
     quarantine = Quarantine(1, failures={}, innocent=["training is over"])
     assert not quarantine.note(end(reason="training is over"))
+    assert not quarantine.note(End(GroupId(0, 17, 0), "failed", "lost from the queue's journal", reissue=True))
     quarantine.note(end(reason="boom"))
     quarantine.note(end(reason=quarantine.reason(17)))
     assert quarantine.reason(17) == "quarantined: row 17 failed 1 times, last: boom"
