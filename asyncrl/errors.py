@@ -16,7 +16,7 @@
     │   └── RemoteError           a remote call raised; carries the remote error's type and text
     ├── LedgerError               IllegalTransition, LedgerCorrupt
     ├── CheckpointError           a checkpoint could not be written, read or exported; a run goes on without one
-    ├── SyncError                 StaleIncarnation, DigestMismatch, PlanMismatch
+    ├── SyncError                 StaleIncarnation, NotRegistered, DigestMismatch, PlanMismatch
     ├── GenerationFailed          a server could not produce a response
     └── RewardFailed              a reward function raised, timed out or returned no number
 
@@ -170,6 +170,10 @@ class SyncError(AsyncrlError):
 
 class StaleIncarnation(SyncError):
     """A message from an earlier start of the trainer."""
+
+
+class NotRegistered(SyncError):
+    """A trainer rank that this ParameterSync does not know yet: it has to say what it has first."""
 
 
 class DigestMismatch(SyncError):

@@ -43,6 +43,10 @@ class WeightPublisher(Protocol):
         """Blocking, on every rank: copy the local shards into `slot` and announce them (checksums follow off this thread).
         Returns the seconds that the optimizer was held."""
 
+    def reannounce(self) -> None:
+        """A new ParameterSync stands where the one registered with was: tell it plan and slots again, and what these hold. From
+        any thread, also while another one registers, acquires or stages; nothing happens before `register` or after `close`."""
+
     def latest(self) -> Mapping[str, float]:
         """Flat metrics of the last confirmed update that this rank heard of (sync/pause_ms, sync/transfer_ms, sync/bytes,
         sync/version_lag), read without a remote call; empty before the first."""

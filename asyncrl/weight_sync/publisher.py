@@ -8,6 +8,10 @@
     announcer  versions to announce  the queue; remote calls    stage(), ParameterSync
 
 No rank gathers the model: each copies what `to_local()` holds. A slot is not written over before its last announcement is out.
+
+ParameterSync may die and be started again at its address. Every call is then made again until sync.timeout_seconds have passed,
+and one that does not know this rank (NotRegistered) is told everything first: plan, slots, and what each slot holds. What a slot
+holds is noted before it is written (nothing whole) and after (a version and its checksums), on whichever thread does it.
 """
 
 from __future__ import annotations
@@ -20,12 +24,13 @@ import time
 import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncrl.errors import AsyncrlError, DeadlineExceeded
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, NotRegistered, RemoteError, StreamClosed
 from asyncrl.transport.rpc import RpcClient
 from asyncrl.weight_sync.plan import plan_rank
 from asyncrl.weight_sync.shards import LocalShard, local_shards
@@ -33,7 +38,10 @@ from asyncrl.weight_sync.slots import NUM_SLOTS, create_slot, remove_slot, slot_
 from asyncrl.weight_sync.wire import Checksums
 
 log = logging.getLogger(__name__)
-_PROMPT_SECONDS = 10.0  # calls that ParameterSync answers at once
+_TRY_SECONDS = 3.0  # a call that was lost with ParameterSync's process is made again after this
+_POLL_SECONDS = 2.0  # and so long it may wait for a confirmation before it answers
+_PAUSE_SECONDS = 0.1
+_GOODBYE_SECONDS = 10.0
 
 
 class ShmPublisher:
@@ -61,6 +69,7 @@ class ShmPublisher:
         self.plan = plan_rank([s.shard for s in self._shards], rank=rank, world_size=world_size, bucket_bytes=bucket_bytes)
         self._names = [slot_name(run_id, rank, slot) for slot in range(NUM_SLOTS)]
         self._slots: list[_Slot] = []
+        self._contents: list[_Content | None] = [None] * NUM_SLOTS  # each entry is replaced as a whole
         self._address = address
         self._announcer: _Announcer | None = None
         self._underway: Future[None] | None = None
@@ -77,24 +86,25 @@ class ShmPublisher:
         for slot in self._slots:
             self._copier.prepare(slot)
         self._announcer = _Announcer(self._address)
-        self._call(
-            "register",
-            rank=self._rank,
-            world_size=self.plan.world_size,
-            incarnation=self._incarnation,
-            plan=self.plan.to_wire(),
-            slots=self._names,
-        )
+        self._do(self._register(), "register")
+
+    def reannounce(self) -> None:
+        """Register again, with what the slots hold. From any thread."""
+        announcer = self._announcer
+        if announcer is not None:
+            work = announcer.submit(self._register())
+            _result(work, self._timeout + _GOODBYE_SECONDS, "register")
 
     def acquire(self, version: int) -> int:
         """Rank 0: the slot for `version`."""
-        return int(self._call("acquire_slot", incarnation=self._incarnation, version=version))
+        return int(self._do(self._acquire(version), "acquire_slot"))
 
     def stage(self, version: int, slot: int) -> float:
         """Copy this rank's shards into `slot`; checksums and the announcement follow on the announcer's thread."""
         assert self._announcer is not None, "register first"
         began = time.monotonic()
         self._finish_underway()
+        self._contents[slot] = _Content(version)
         finished = self._copier.copy(self._shards, self._slots[slot])
         self._underway = self._announcer.submit(self._announce(version, slot, finished))
         return time.monotonic() - began
@@ -104,8 +114,7 @@ class ShmPublisher:
 
     def wait_confirmed(self, version: int, timeout: float) -> bool:
         self._finish_underway()
-        limit = timeout + _PROMPT_SECONDS
-        return bool(self._call("wait_confirmed", limit, incarnation=self._incarnation, version=version, patience=timeout))
+        return bool(self._do(self._confirmed(version, timeout), "wait_confirmed", timeout))
 
     def close(self) -> None:
         """Remove the slots; a version being announced is waited for, by a deadline."""
@@ -120,19 +129,61 @@ class ShmPublisher:
         for name in self._names:
             remove_slot(name)
 
+    # On the announcer's thread
+
+    async def _register(self) -> None:
+        contents = [(slot, held.version, held.checksums) for slot, held in enumerate(self._contents) if held is not None]
+        await self._call(
+            "register",
+            rank=self._rank,
+            world_size=self.plan.world_size,
+            incarnation=self._incarnation,
+            plan=self.plan.to_wire(),
+            slots=self._names,
+            contents=contents,
+        )
+
+    async def _acquire(self, version: int) -> int:
+        slot = int(await self._call("acquire_slot", incarnation=self._incarnation, version=version))
+        self._contents[slot] = _Content(version)
+        return slot
+
     async def _announce(self, version: int, slot: int, finished: Callable[[], None]) -> None:
-        assert self._announcer is not None
         finished()
         checksums = self._checksums(slot)
-        self._latest = await self._announcer.client.call(
-            "staged",
-            timeout=self._timeout,
-            rank=self._rank,
-            incarnation=self._incarnation,
-            version=version,
-            slot=slot,
-            checksums=checksums,
+        self._contents[slot] = _Content(version, checksums)
+        self._latest = await self._call(
+            "staged", rank=self._rank, incarnation=self._incarnation, version=version, slot=slot, checksums=checksums
         )
+
+    async def _confirmed(self, version: int, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        while True:
+            patience = min(max(deadline - time.monotonic(), 0.0), _POLL_SECONDS)
+            if await self._call("wait_confirmed", incarnation=self._incarnation, version=version, patience=patience):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    async def _call(self, method: str, **params: Any) -> Any:
+        """ParameterSync's answer, by sync.timeout_seconds, whichever of its processes gives it."""
+        assert self._announcer is not None, "register first"
+        deadline = time.monotonic() + self._timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return await self._announcer.client.call(method, timeout=max(0.0, min(left, _TRY_SECONDS)), **params)
+            except DeadlineExceeded:
+                if left <= _TRY_SECONDS:
+                    raise DeadlineExceeded(
+                        f"{method} at {self._address} was not answered within {self._timeout:g} s (sync.timeout_seconds): see "
+                        "whether parameter_sync lives"
+                    ) from None
+            except RemoteError as error:
+                if error.kind != NotRegistered.__name__ or left <= 0:
+                    raise
+                await self._register()
+                await asyncio.sleep(_PAUSE_SECONDS)
 
     def _checksums(self, slot: int) -> Checksums:
         data = memoryview(self._slots[slot].memory)
@@ -140,15 +191,24 @@ class ShmPublisher:
         crcs = (zlib.crc32(data[s.slot_offset : s.slot_offset + s.num_bytes]) for s in slices)
         return np.fromiter(crcs, dtype=np.uint32, count=len(slices))
 
+    # On the trainer's thread
+
     def _finish_underway(self) -> None:
         if self._underway is not None:
             underway, self._underway = self._underway, None
-            _result(underway, self._timeout + _PROMPT_SECONDS, "the announcement of the version before")
+            _result(underway, self._timeout + _GOODBYE_SECONDS, "the announcement of the version before")
 
-    def _call(self, method: str, timeout: float = _PROMPT_SECONDS, **params: Any) -> Any:
+    def _do(self, work: Coroutine[Any, Any, Any], what: str, longer: float = 0.0) -> Any:
         assert self._announcer is not None, "register first"
-        future = self._announcer.submit(self._announcer.client.call(method, timeout=timeout, **params))
-        return _result(future, timeout + _PROMPT_SECONDS, method)
+        return _result(self._announcer.submit(work), 2 * self._timeout + longer + _GOODBYE_SECONDS, what)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a slot holds: all of `version`, or, without checksums, a version being written."""
+
+    version: int
+    checksums: Checksums | None = None
 
 
 class _Slot:
@@ -219,17 +279,28 @@ class _Announcer:
 
     def __init__(self, address: str):
         self._loop = asyncio.new_event_loop()
+        self._ends = threading.Lock()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="weights-announce", daemon=True)
         self.client = RpcClient(address)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Raises StreamClosed after `close`."""
+        with self._ends:
+            if self._is_closed:
+                work.close()
+                raise StreamClosed("the publisher was closed")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        _result(self.submit(self.client.close()), _PROMPT_SECONDS, "closing")
+        """Calls under way raise StreamClosed."""
+        closed = self.submit(self.client.close())
+        with self._ends:
+            self._is_closed = True
+        _result(closed, _GOODBYE_SECONDS, "closing")
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_PROMPT_SECONDS)
+        self._thread.join(_GOODBYE_SECONDS)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -31,7 +31,7 @@ from asyncrl.transport import security
 from asyncrl.weight_sync.plan import Plan
 from asyncrl.weight_sync.slots import SlotMaps
 from asyncrl.weight_sync.staging import Bytes, Pace, Staging, Superseded, check_plan, live_checksums
-from asyncrl.weight_sync.wire import KINDS, Checksums, checksums_from_wire, checksums_to_wire, pack, unpack
+from asyncrl.weight_sync.wire import KINDS, Checksums, checksums_from_wire, checksums_to_wire, digest_of, pack, unpack
 
 log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
@@ -168,6 +168,7 @@ class _Executor:
         self._slots = SlotMaps()
         self._incarnation = 0  # the newest that ever began
         self._committed: PolicyVersion | None = None
+        self._digest_of_live: tuple[PolicyVersion, str] | None = None  # as computed last from the live parameters
         self._wanted: PolicyVersion | None = None  # written by the listener, read by the worker between two pieces
         self._refused_slices = 0
         self._received_bytes = 0
@@ -182,8 +183,10 @@ class _Executor:
     def status(self) -> dict[str, Any]:
         staging = self._staging
         begun = staging.version if staging is not None else None
+        committed, digest = self._committed, self._digest_of_live
         return {
-            "committed": None if self._committed is None else str(self._committed),
+            "committed": None if committed is None else str(committed),
+            "digest": digest[1] if digest is not None and digest[0] == committed else None,
             "begun": None if begun is None else str(begun),
             "refused_slices": self._refused_slices,
             "received_bytes": self._received_bytes,
@@ -284,7 +287,7 @@ class _Executor:
             raise Refused("incomplete", f"{staging.num_missing} slices of {version} are missing or were refused")
         staged = staging.tensors
         staging.forget()  # from here on the memory is the target's,
-        self._committed = None  # and until it returns nobody can say what is live
+        self._committed = self._digest_of_live = None  # and until it returns nobody can say what is live
         report = self._target.commit(staged, version, header["kv_policy"])
         self._committed = version
         return {"pause_seconds": report.pause_seconds, "recompute_seconds": report.recompute_seconds}
@@ -293,6 +296,7 @@ class _Executor:
         if self._committed != version or self._plan is None:
             raise Refused("not_committed", f"{self._committed} is live, not {version}")
         checksums: Checksums = live_checksums(self._plan, self._target.live(), Pace())
+        self._digest_of_live = version, digest_of(checksums)
         return {"checksums": checksums_to_wire(checksums)}
 
     def _begun(self, version: PolicyVersion) -> tuple[Plan, Staging]:

@@ -5,7 +5,7 @@
     BUCKET   (first, count, …) + bytes             these slices, as they lie in the slot from the first one on
     COMMIT   (kv_policy)                           swap, if the version is complete
     DIGEST   ()                                    checksums of every slice, from the live parameters
-    STATUS   ()                                    what the receiver holds; answered at once
+    STATUS   ()                                    what the receiver holds (committed, digest); answered at once
     CANCEL   ()                                    give up reading this version
 
 Every message carries (incarnation, version) and a request number, which its reply repeats. Replies carry `ok`, or `error` (one
@@ -15,6 +15,7 @@ changes nothing, and those behind it that depend on it are refused in turn.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Literal, get_args
 
 import msgpack
@@ -63,6 +64,11 @@ def unpack(frame: bytes | memoryview) -> dict[str, Any]:
 
 def checksums_to_wire(checksums: Checksums) -> bytes:
     return checksums.astype("<u4").tobytes()
+
+
+def digest_of(checksums: Checksums) -> str:
+    """One word for all of them: equal where every slice is."""
+    return hashlib.blake2b(checksums_to_wire(checksums), digest_size=16).hexdigest()
 
 
 def checksums_from_wire(data: bytes) -> Checksums:

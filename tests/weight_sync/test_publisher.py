@@ -108,7 +108,7 @@ async def test_a_slot_is_not_written_over_before_its_version_was_announced(liste
 
 
 async def test_a_silent_parameter_sync_is_named_by_a_deadline(listener, monkeypatch):
-    monkeypatch.setattr(publisher_module, "_PROMPT_SECONDS", 0.2)
+    monkeypatch.setattr(publisher_module, "_TRY_SECONDS", 0.2)
     publisher = a_publisher(listener, a_model(), timeout_seconds=0.2)
     await asyncio.to_thread(publisher.register)
     listener.go_on.clear()

@@ -13,14 +13,20 @@ Rules kept here:
 - The newest complete version goes out; a transfer under way is finished first, so that a slow server is not starved.
 - What the fleet confirmed (the smallest version among servers that take traffic) never falls within an incarnation while a
   server takes traffic: who was STALE returns only with at least that version.
-- A newer incarnation makes every server STALE until it confirms a version of it; messages of an older one are refused.
+- A newer incarnation makes every server STALE until it confirms a version of it; messages of an older one are refused, also
+  by a ParameterSync that has just started and knows of the newer one only by what a server holds.
+- What was never published here can be restored: each rank says what its slots hold. A slot that any rank has begun to write over
+  holds nothing, the newest version named for it counts, and every server is asked what it has before anything is sent to it.
+- A server that holds the newest version, by its own word and digest, is confirmed without a transfer; one that says that it holds
+  another version than it confirmed takes no traffic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.errors import StaleIncarnation, SyncError
+from asyncrl.errors import NotRegistered, StaleIncarnation, SyncError
 from asyncrl.protocols.weights import FleetView, PolicyVersion, ServerState, ServerView
 
 RETRY_SECONDS = 1.0
@@ -34,6 +40,15 @@ class Transfer:
     version: PolicyVersion
     slot: int
     number: int
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank's `slot` holds: all of `version`, or (not `whole`) it is being written over by it."""
+
+    slot: int
+    version: int
+    whole: bool
 
 
 @dataclass
@@ -51,6 +66,7 @@ class _Server:
     reading: bool = False
     retry_at: float = 0.0
     reason: str = ""
+    to_ask: bool = True
 
 
 @dataclass
@@ -58,6 +74,10 @@ class _Slot:
     writing: int | None = None
     complete: int | None = None
     staged: set[int] = field(default_factory=set)
+
+    @property
+    def version(self) -> int | None:
+        return self.writing if self.writing is not None else self.complete
 
 
 class FleetState:
@@ -67,6 +87,7 @@ class FleetState:
         assert num_slots >= 2
         self._num_slots, self._silence = num_slots, silence_seconds
         self.incarnation = -1  # none has registered
+        self._newest_seen = -1  # among what servers hold
         self.world_size = 0
         self._slots = [_Slot() for _ in range(num_slots)]
         self._servers: dict[str, _Server] = {}
@@ -94,16 +115,24 @@ class FleetState:
         return True
 
     def check_incarnation(self, incarnation: int) -> None:
-        if incarnation < self.incarnation:
-            raise StaleIncarnation(
-                f"incarnation {incarnation} of the trainer is over, {self.incarnation} has begun: end the old trainer"
-            )
+        newest = max(self.incarnation, self._newest_seen)
+        if incarnation < newest:
+            raise StaleIncarnation(f"incarnation {incarnation} of the trainer is over, {newest} has begun: end the old trainer")
 
-    def acquire(self, incarnation: int, version: int) -> int:
-        """The slot for `version`: one that no server reads, an old version's before the newest's. There always is one."""
+    def check_registered(self, incarnation: int) -> None:
+        """Raises StaleIncarnation for an older one, NotRegistered for one that never said what it has."""
         self.check_incarnation(incarnation)
         if incarnation != self.incarnation:
-            raise SyncError(f"incarnation {incarnation} has not registered, {self.incarnation} has")
+            raise NotRegistered(f"incarnation {incarnation} of the trainer has not registered here")
+
+    def acquire(self, incarnation: int, version: int) -> int:
+        """The slot for `version`: one that no server reads, an old version's before the newest's. There always is one. Asked
+        again for what is being written, the slot is the same."""
+        self.check_registered(incarnation)
+        if version == self._newest_acquired:
+            for index, slot in enumerate(self._slots):
+                if slot.writing == version and not slot.staged:
+                    return index
         if self._newest_acquired is not None and version <= self._newest_acquired:
             raise SyncError(f"versions must grow: {version} after {self._newest_acquired}")
         read, newest = self._slots_read(), self._newest_complete()
@@ -127,8 +156,39 @@ class FleetState:
         if len(held.staged) < self.world_size:
             return False
         held.complete, held.writing = version, None
-        self.published = version
+        self.published = version if self.published is None else max(version, self.published)
         return True
+
+    def slot_of(self, version: int) -> int:
+        """Where a whole version lies."""
+        return next(index for index, held in enumerate(self._slots) if held.complete == version)
+
+    def is_for(self, slot: int, version: int) -> bool:
+        """Whether `slot` holds `version`, or is being written with it."""
+        return self._slots[slot].version == version
+
+    def restore(self, rank: int, contents: Iterable[Content]) -> list[int]:
+        """A rank that registered says what its slots hold. Returns the versions that are whole since, newest last."""
+        restored = []
+        for content in contents:
+            held = self._slots[content.slot]
+            if held.version is not None and content.version < held.version:
+                continue  # another rank has begun to write over it
+            if held.version != content.version:
+                held = self._slots[content.slot] = _Slot(writing=content.version)
+                self._call_off_readers(content.slot)
+            self._newest_acquired = max(content.version, -1 if self._newest_acquired is None else self._newest_acquired)
+            if content.whole and self.staged(self.incarnation, rank, content.version, content.slot):
+                restored.append(content.version)
+        if restored:
+            for server in self._servers.values():
+                server.to_ask = not server.in_traffic
+        return sorted(restored)
+
+    def _call_off_readers(self, slot: int) -> None:
+        for server in self._servers.values():
+            if server.transfer is not None and server.reading and server.transfer.slot == slot:
+                server.transfer = None
 
     # The servers' side
 
@@ -140,7 +200,7 @@ class FleetState:
     def heard(self, name: str, session: str, now: float) -> bool:
         """A server answered. True when it is another process than before: it holds nothing, and its transfer is off."""
         server = self._servers[name]
-        server.heard_at, server.missed = now, 0
+        server.heard_at, server.missed, server.to_ask = now, 0, False
         if server.dead:
             server.dead, server.reason = False, "was silent"
         restarted = server.session is not None and server.session != session
@@ -149,6 +209,26 @@ class FleetState:
             server.confirmed, server.in_traffic, server.transfer, server.retry_at = None, False, None, 0.0
             server.reason = "was restarted"
         return restarted
+
+    def holds(self, name: str, version: PolicyVersion | None) -> None:
+        """What the server says that is live there. It matters between transfers: who confirmed something else is wrong."""
+        server = self._servers[name]
+        if version is not None:
+            self._newest_seen = max(self._newest_seen, version.incarnation)
+        if server.in_traffic and server.transfer is None and version != server.confirmed:
+            server.in_traffic = False
+            server.reason = f"holds {version if version is not None else 'no version'}, and had confirmed {server.confirmed}"
+
+    def may_adopt(self, name: str, version: PolicyVersion) -> bool:
+        """Whether a server that says it holds `version` need not be sent anything, if it tells the truth."""
+        server = self._servers[name]
+        is_idle = not (server.dead or server.in_traffic or server.transfer is not None)
+        return is_idle and version == PolicyVersion(self.incarnation, -1 if (new := self._newest_complete()) is None else new)
+
+    def adopt(self, name: str, version: PolicyVersion, now: float) -> None:
+        """Its word was found true: the server has confirmed `version`."""
+        assert self.may_adopt(name, version)
+        self._confirmed_by(self._servers[name], version, now)
 
     def missed(self, name: str, now: float) -> bool:
         """A probe went unanswered. True when the server is DEAD from now on: nothing heard for long, and not the first probe
@@ -164,17 +244,21 @@ class FleetState:
     def next_transfer(self, name: str, now: float) -> Transfer | None:
         """What this server should read now, if anything; it holds the slot until `transferred`, `confirm` or `fail`."""
         server = self._servers[name]
-        if server.dead or server.transfer is not None or now < server.retry_at:
+        if server.dead or server.to_ask or server.transfer is not None or now < server.retry_at:
             return None
         newest = self._newest_complete()
         if newest is None or (server.in_traffic and server.confirmed is not None and server.confirmed.version >= newest):
             return None
-        slot = next(index for index, held in enumerate(self._slots) if held.complete == newest)
+        slot = self.slot_of(newest)
         if self._slots_read() - {slot}:
             return None
         self._numbers += 1
         server.transfer, server.reading = Transfer(name, PolicyVersion(self.incarnation, newest), slot, self._numbers), True
         return server.transfer
+
+    def is_to_ask(self, name: str) -> bool:
+        """Whether nothing is sent to this server before it has said what it holds."""
+        return self._servers[name].to_ask
 
     def transferred(self, transfer: Transfer) -> None:
         """The server holds every slice, checked: the slot is free, whatever its commit takes."""
@@ -194,12 +278,14 @@ class FleetState:
         """The server holds the version, live and, where asked for, verified. False when the transfer is off."""
         if not self.is_current(transfer):
             return False
-        server = self._servers[transfer.server]
-        server.transfer, server.confirmed, server.ever_confirmed = None, transfer.version, True
+        self._confirmed_by(self._servers[transfer.server], transfer.version, now)
+        return True
+
+    def _confirmed_by(self, server: _Server, version: PolicyVersion, now: float) -> None:
+        server.transfer, server.confirmed, server.ever_confirmed = None, version, True
         server.heard_at, server.retry_at, server.reason = now, 0.0, ""
         floor = self.confirmed
-        server.in_traffic = server.in_traffic or floor is None or transfer.version.version >= floor
-        return True
+        server.in_traffic = server.in_traffic or floor is None or version.version >= floor
 
     def refused(self, transfer: Transfer) -> None:
         """Slices arrived wrong and are sent again: STALE until the server confirms."""

@@ -10,7 +10,10 @@
     listen   STATUS replies       the next heartbeat                     time, by a deadline
     rpc      remote calls         changes (fleet, wait_confirmed)        whatever changes the fleet, by the caller's deadline
 
-Decisions are FleetState's; this file moves messages and takes the time.
+Decisions are FleetState's; this file moves messages and takes the time. It keeps nothing that it could not learn again: one that
+was started again knows the servers from the book and what they hold from their STATUS; the trainer ranks say what lies in their
+slots when they register anew, which they do when they are asked to, or when a call of theirs is refused with NotRegistered. Until
+then no server takes traffic. Every call may be made twice.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -26,16 +30,18 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.clock import Clock
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, SyncError
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, NotRegistered
 from asyncrl.protocols.weights import FleetView, KvPolicy, PolicyVersion
-from asyncrl.services.parameter_sync.fleet import FleetState, Transfer
+from asyncrl.services.parameter_sync.fleet import Content, FleetState, Transfer
 from asyncrl.services.parameter_sync.stats import SyncStats
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.weight_sync.channel import Order, Outcome, Progress
 from asyncrl.weight_sync.fleet_client import view_to_wire
 from asyncrl.weight_sync.plan import Plan, RankPlan, merge
+from asyncrl.weight_sync.wire import digest_of
 
 log = logging.getLogger(__name__)
+STATUS_SECONDS = 2.0  # a question lost with a server's process is asked again after this
 
 
 class Channel(Protocol):
@@ -81,6 +87,7 @@ class ParameterSyncService:
 
     def __init__(self, settings: SyncSettings, *, connect: Callable[[str], Channel], clock: Clock):
         self._settings, self._connect, self._clock = settings, connect, clock
+        self._session = secrets.token_hex(8)  # of this process: views are numbered anew in each
         self._fleet = FleetState(silence_seconds=settings.silence_seconds)
         self._stats = SyncStats()
         self._lines: dict[str, _Line] = {}
@@ -133,8 +140,17 @@ class ParameterSyncService:
 
     # Remote calls: the trainer
 
-    def register(self, rank: int, world_size: int, incarnation: int, plan: dict[str, Any], slots: list[str]) -> None:
-        """A rank's plan and the names of its slots. When the last rank is there the plans are put together and checked."""
+    def register(
+        self,
+        rank: int,
+        world_size: int,
+        incarnation: int,
+        plan: dict[str, Any],
+        slots: list[str],
+        contents: Sequence[tuple[int, int, npt.NDArray[np.uint32] | None]] = (),
+    ) -> None:
+        """A rank's plan, the names of its slots, and what they hold: (slot, version, checksums), these None while the version is
+        being written. When the last rank is there the plans are put together and checked."""
         if self._fleet.open_incarnation(incarnation, world_size):
             self._parts, self._plan, self._checksums = {}, None, {}
             self._cancel_updates()
@@ -148,7 +164,17 @@ class ParameterSyncService:
                 self._plan.num_bytes / 1e6,
                 world_size,
             )
+        self._restore(rank, contents)
         self._notify()
+
+    def _restore(self, rank: int, contents: Sequence[tuple[int, int, npt.NDArray[np.uint32] | None]]) -> None:
+        restored = self._fleet.restore(rank, [Content(slot, version, sums is not None) for slot, version, sums in contents])
+        for slot, version, sums in contents:
+            if sums is not None and self._fleet.is_for(slot, version):
+                self._checksums[slot, rank] = np.array(sums, dtype=np.uint32)
+        for version in restored:
+            log.info("version %d lies in the trainer's slots", version)
+            self._stats.published(self._version(version))
 
     def acquire_slot(self, incarnation: int, version: int) -> int:
         slot = self._fleet.acquire(incarnation, version)
@@ -157,23 +183,28 @@ class ParameterSyncService:
 
     def staged(self, rank: int, incarnation: int, version: int, slot: int, checksums: npt.NDArray[np.uint32]) -> dict[str, float]:
         """A rank's shards lie in the slot. Answers with the metrics of the last confirmed update."""
-        if self._plan is None:
-            raise SyncError(
-                f"rank {rank} staged {version} before every rank registered: the trainer's ranks must all register first"
-            )
-        self._checksums[slot, rank] = np.array(checksums, dtype=np.uint32)
+        self._check_registered(rank, incarnation)
+        if self._fleet.is_for(slot, version):
+            self._checksums[slot, rank] = np.array(checksums, dtype=np.uint32)
         if self._fleet.staged(incarnation, rank, version, slot):
             self._stats.published(self._version(version))
             self._notify()
         return self._stats.latest()
 
-    async def _staged_when_registered(self, **announcement: Any) -> dict[str, float]:
+    async def _staged_when_registered(self, rank: int, incarnation: int, **announcement: Any) -> dict[str, float]:
         """`staged`, once the slower ranks have registered too."""
+        self._check_registered(rank, incarnation)
         await self._until(lambda: self._plan is not None, self._settings.timeout_seconds)
-        return self.staged(**announcement)
+        return self.staged(rank=rank, incarnation=incarnation, **announcement)
+
+    def _check_registered(self, rank: int, incarnation: int) -> None:
+        self._fleet.check_registered(incarnation)
+        if rank not in self._parts:
+            raise NotRegistered(f"rank {rank} of the trainer has not registered here")
 
     async def wait_confirmed(self, incarnation: int, version: int, patience: float) -> bool:
         """Until every server that takes traffic confirmed `version`; False after `patience` seconds."""
+        self._fleet.check_registered(incarnation)
         return await self._until(lambda: self.is_confirmed(incarnation, version), patience)
 
     def is_confirmed(self, incarnation: int, version: int) -> bool:
@@ -183,9 +214,10 @@ class ParameterSyncService:
 
     # Remote calls: everybody else
 
-    async def fleet(self, since: int, patience: float) -> dict[str, Any]:
-        """`watch`, as plain values."""
-        return view_to_wire(await self.watch(since, patience))
+    async def fleet(self, since: int, patience: float, session: str | None = None) -> dict[str, Any]:
+        """`watch`, as plain values. session: whose view `since` is of; one of another process is behind every view of this."""
+        known = since if session in (None, self._session) else -1
+        return view_to_wire(await self.watch(known, patience), self._session)
 
     async def watch(self, since: int, timeout: float) -> FleetView:
         """The fleet's view as soon as its seq passes `since`, or after `timeout` seconds."""
@@ -211,19 +243,38 @@ class ParameterSyncService:
         settings = self._settings
         while True:
             try:
-                status = await line.channel.status(settings.silence_seconds / 2)
+                status = await line.channel.status(min(STATUS_SECONDS, settings.silence_seconds / 2))
             except DeadlineExceeded:
                 status = None
-            seq = self._fleet.view().seq
-            if status is not None and self._fleet.heard(name, status["session"], self._clock.now()):
-                log.warning("%s was restarted: STALE until it confirms the current version", name)
-                self._cancel(line)
+            seq, was_awaited = self._fleet.view().seq, self._fleet.is_to_ask(name)
+            if status is not None:
+                self._on_status(name, line, status)
             if status is None and self._fleet.missed(name, self._clock.now()):
                 log.error("%s is %s: DEAD until it answers", name, self._fleet.reason_of(name))
                 self._cancel(line)
-            if self._fleet.view().seq != seq:
+            if self._fleet.view().seq != seq or was_awaited:
                 self._notify()
             await asyncio.sleep(settings.heartbeat_seconds)
+
+    def _on_status(self, name: str, line: _Line, status: Mapping[str, Any]) -> None:
+        """What a server says of itself: that it is another process, or what it holds, which may be all that is wanted of it."""
+        if self._fleet.heard(name, status["session"], self._clock.now()):
+            log.warning("%s was restarted: STALE until it confirms the current version", name)
+            self._cancel(line)
+        version = PolicyVersion.parse(status["committed"]) if status["committed"] is not None else None
+        self._fleet.holds(name, version)
+        if version is None or not self._fleet.may_adopt(name, version):
+            return
+        if self._settings.verify and status.get("digest") != self._digest(version.version):
+            return
+        self._fleet.adopt(name, version, self._clock.now())
+        self._stats.adopted(version, verified=self._settings.verify)
+        log.info("%s holds %s already", name, version)
+
+    def _digest(self, version: int) -> str:
+        """Of a version that lies in a slot, as its publisher took it."""
+        slot = self._fleet.slot_of(version)
+        return digest_of(np.concatenate([self._checksums[slot, rank] for rank in range(len(self._parts))]))
 
     async def _tend(self, name: str, line: _Line) -> None:
         while True:

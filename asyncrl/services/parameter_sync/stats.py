@@ -47,6 +47,13 @@ class SyncStats:
             "sync/version_lag": float(newest.version - version.version),
         }
 
+    def adopted(self, version: PolicyVersion, *, verified: bool) -> None:
+        """A server was found to hold `version` live, which an earlier process of this service had brought there."""
+        if self._counts(version):
+            self._confirmed.add(version)
+        if not verified:
+            self.unverified()
+
     def unverified(self) -> None:
         """A server made a version live, or may have, whose digest was not found to be the publisher's: `verified` is false from
         now on."""

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.checkpoint import CheckpointInfo
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
-from asyncrl.protocols import EngineLauncher, TrainingEngine
+from asyncrl.protocols import EngineLauncher, TrainingEngine, WeightPublisher
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.services.trainer.leader import Leader
 from asyncrl.services.trainer.parts import Connect, RunBlocking, TrainerParts
@@ -48,11 +48,12 @@ class TrainerService:
         self._stop_by: float | None = None
         self._meeting_point: str | None = None
         self._leader: Leader | None = None
+        self._publisher: WeightPublisher | None = None
         self._state = "starting"
         self._rpc: RpcServer | None = None
 
     async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
-        self._rpc = service_rpc(self, {"held": self.held})
+        self._rpc = service_rpc(self, {"held": self.held, "reannounce": self.reannounce})
         address = await self._rpc.start(earlier.get("rpc"))
         await self._prepare()
         return {"rpc": address, **({"meeting_point": self._meeting_point} if self._meeting_point else {})}
@@ -87,6 +88,11 @@ class TrainerService:
         """Ids of the scored groups in this trainer's hands: its pool, and the step that is being made. Rank 0 holds them."""
         return [str(id) for id in self._leader.held()] if self._leader else []
 
+    async def reannounce(self) -> None:
+        """A new ParameterSync stands at the old address: tell it what this rank has."""
+        if self._publisher is not None:
+            await self._run_blocking(self._publisher.reannounce)
+
     def status(self) -> dict[str, Any]:
         return self._leader.status() if self._leader and self._state == "running" else {"state": self._state, "version": None}
 
@@ -99,6 +105,7 @@ class TrainerService:
             self._state = "ready"
 
     async def _work(self, engine: TrainingEngine, parts: TrainerParts) -> None:
+        self._publisher = parts.publisher
         await self._run_blocking(parts.publisher.register)
         self._state = "running"
         if self._rank:
