@@ -134,6 +134,7 @@ def soak(minutes: float, folder: Path) -> dict[str, Any]:
     overrides = [
         "training.steps=1000000",
         "training.schedule=constant",
+        "training.final_learning_rate_factor=0",
         "training.learning_rate=1.0e-5",
         "eval.every=500",
         "checkpoint.every=100",

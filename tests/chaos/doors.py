@@ -1,10 +1,10 @@
 """Programs for the two sides of a door, each in a network namespace of its own.
 
-    python -m tests.chaos.doors serve RUN_DIR ADDRESS     every kind of socket of a run; one line of addresses; at the end of its
-                                                          input one line with what got in
-    python -m tests.chaos.doors call ADDRESSES WHO        tries them all, one line with what came out; WHO: a run directory whose
-                                                          keys it uses, or "nobody", "own-key", "other-server" + RUN_DIR
-    python -m tests.chaos.doors dawdle ADDRESSES NUMBER   so many connections to each that say half a greeting, or nothing
+python -m tests.chaos.doors serve RUN_DIR ADDRESS     every kind of socket of a run; one line of addresses; at the end of its
+                                                      input one line with what got in
+python -m tests.chaos.doors call ADDRESSES WHO        tries them all, one line with what came out; WHO: a run directory whose
+                                                      keys it uses, or "nobody", "own-key", "other-server" + RUN_DIR
+python -m tests.chaos.doors dawdle ADDRESSES NUMBER   so many connections to each that say half a greeting, or nothing
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from typing import IO, Any
 import pytest
 
 from asyncrl.transport.keys import FOLDER, make_keys
-from tests.end_to_end.runs import QUICKSTART, ROOT, Launched, leftovers
+from tests.end_to_end.runs import ROOT
 
 HERE, THERE = "10.213.7.1", "10.213.7.2"
 NOTHING = {"rpc": False, "broker": False, "weights": False}

@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.checkpoint import Checkpoints
 from tests.chaos.test_kills import SETS
 from tests.chaos.witness import faults
-from tests.end_to_end.runs import Launched, leftovers
+from tests.end_to_end.runs import Launched, asyncrl, leftovers
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
 
@@ -63,15 +62,16 @@ def test_a_run_killed_ten_times_goes_on(tmp_path: Path, durability: str) -> None
 
 
 ON_POLICY = (
-    *SETS, "rollout.max_staleness=0", "training.steps=60", "training.schedule=constant", "checkpoint.every=10", "eval.every=0",
+    *SETS, "rollout.max_staleness=0", "training.steps=60", "checkpoint.every=10", "eval.every=0",
 )  # fmt: skip
 
 
-def last_weights(run_dir: Path) -> dict[str, bytes]:
-    """The bytes of every file of the last checkpoint that holds tensors."""
-    newest = Checkpoints(run_dir).newest_complete()
-    assert newest is not None
-    return {path.name: path.read_bytes() for path in newest.folder.glob("*.distcp")}
+def last_parameters(run_dir: Path) -> bytes:
+    """Every parameter of the last checkpoint, exported."""
+    to = run_dir.with_name(f"{run_dir.name}-exported")
+    exported = asyncrl("export", str(run_dir), "--to", str(to))
+    assert exported.returncode == 0, exported.stderr
+    return (to / "model.safetensors").read_bytes()
 
 
 @pytest.mark.timeout(400)
@@ -86,7 +86,7 @@ def test_on_policy_a_killed_run_ends_with_the_very_parameters_of_an_undisturbed_
     kill_everything(run)
     run = Launched(tmp_path / "killed", *sets, short=False)
     assert run.wait(200) == 0, run.text[-4000:]
-    assert last_weights(tmp_path / "killed") == last_weights(tmp_path / "calm")
+    assert last_parameters(tmp_path / "killed") == last_parameters(tmp_path / "calm")
 
 
 @pytest.mark.timeout(200)
