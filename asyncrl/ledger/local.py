@@ -136,6 +136,12 @@ class LocalLedgerClient:
         """The data of these attempts is lost: they are to be generated again."""
         self._record(self.attempts.take_back(ids, reason))
 
+    def close_streams(self, topic: str, producers: frozenset[str]) -> None:
+        """These producers of the queue have ended their streams. `flush` must follow before anybody is told."""
+        if self._writer is not None:
+            self._writer.close_streams(topic, producers)
+            self._flush_soon()
+
     async def until_failed(self) -> NoReturn:
         """Wait for the file to refuse, and raise that LedgerError. Never returns otherwise."""
         await self._failed.wait()

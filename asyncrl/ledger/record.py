@@ -44,6 +44,7 @@ CREATE TABLE queue (durability TEXT NOT NULL, retains INTEGER NOT NULL);
 CREATE TABLE journal (ticket INTEGER PRIMARY KEY, topic TEXT NOT NULL, message_id TEXT NOT NULL, group_id TEXT NOT NULL,
     segment INTEGER NOT NULL, offset INTEGER NOT NULL, size INTEGER NOT NULL, checksum INTEGER NOT NULL);
 CREATE TABLE taken (topic TEXT PRIMARY KEY, ticket INTEGER NOT NULL);
+CREATE TABLE closed (topic TEXT NOT NULL, producer TEXT NOT NULL);
 PRAGMA user_version = {FORMAT_VERSION};
 """
 

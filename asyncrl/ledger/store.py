@@ -51,6 +51,7 @@ class LedgerWriter:
         self._wall = wall
         self._pending: list[tuple[float, Changes]] = []
         self._closed = False
+        self._closed_streams: dict[str, frozenset[str]] = {}
         self._seq = self._reissue_seq = 0
         self._cursor: PromptCursor | None = None
         self._last_start: StartRow | None = None
@@ -67,7 +68,7 @@ class LedgerWriter:
     @property
     def dirty(self) -> bool:
         """Something waits that has to be in the file before anybody is told."""
-        return bool(self._pending) or self.journal.dirty
+        return bool(self._pending or self._closed_streams) or self.journal.dirty
 
     @property
     def has_started(self) -> bool:
@@ -83,11 +84,23 @@ class LedgerWriter:
         """Remember changes, stamped with the time, for the next `flush`."""
         self._pending.append((self._wall(), changes))
 
+    def close_streams(self, topic: str, producers: frozenset[str]) -> None:
+        """Remember, for the next `flush`, which producers of this topic have ended their stream."""
+        self._closed_streams[topic] = producers
+
+    def closed_streams(self) -> dict[str, set[str]]:
+        """What the file says: producers that have ended their stream, by topic. A start forgets them."""
+        found: dict[str, set[str]] = {}
+        for topic, producer in self._file.execute("SELECT topic, producer FROM closed"):
+            found.setdefault(topic, set()).add(producer)
+        return found
+
     def flush(self) -> None:
         """Everything appended since the last flush, in one transaction."""
         if self.dirty:
             self._transact(lambda: self._write(self._pending))
             self._pending = []
+            self._closed_streams.clear()
 
     def start(self, incarnation: int, head: QueueHead, *, mode: str = "fresh", step: int = 0) -> None:
         """Record a start of the trainer, and how the queue is kept."""
@@ -96,7 +109,7 @@ class LedgerWriter:
         self._last_start = row
 
     def keep_queue(self, head: QueueHead) -> None:
-        """Record how the queue is kept."""
+        """Record how the queue is kept; where it keeps nothing, streams begin anew."""
         self._transact(lambda: self._write_head(head))
 
     def set_back(self, step: int, incarnation: int, head: QueueHead, held: Held | None) -> Attempts:
@@ -205,6 +218,9 @@ class LedgerWriter:
             self._file.executemany("INSERT INTO reissues VALUES (?, ?, ?, ?, ?)", reissues)
         if moved is not None:
             self._write_cursor(moved)
+        for topic, producers in self._closed_streams.items():
+            self._file.execute("DELETE FROM closed WHERE topic = ?", (topic,))
+            self._file.executemany("INSERT INTO closed VALUES (?, ?)", [(topic, producer) for producer in producers])
         changed = [(*tally, name) for name, tally in tallies.items() if tally != self._tallies[name]]
         if changed:
             self._file.executemany("UPDATE tally SET rows = ?, a = ?, b = ?, c = ?, d = ? WHERE name = ?", changed)
@@ -218,11 +234,14 @@ class LedgerWriter:
 
     def _write_start(self, row: StartRow, head: QueueHead) -> None:
         self._file.execute("INSERT INTO starts VALUES (?, ?, ?, ?, ?, ?)", row)
+        self._file.execute("DELETE FROM closed")
         tally = self._tallies["starts"] = self._tallies["starts"].add(row.tally_key)
         self._file.execute("UPDATE tally SET rows = ?, a = ?, b = ?, c = ?, d = ? WHERE name = 'starts'", tally)
         self._write_head(head)
 
     def _write_head(self, head: QueueHead) -> None:
+        if head.durability == "none":
+            self._file.execute("DELETE FROM closed")
         self._file.execute("DELETE FROM queue")
         self._file.execute("INSERT INTO queue VALUES (?, ?)", head)
 

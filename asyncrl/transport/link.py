@@ -54,7 +54,8 @@ class Link:
         socket.connect(address)
         self._socket = LoopSocket(socket, self._read)
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_soon(self._tick)
+        self._timer: asyncio.TimerHandle
+        self._tick()  # the first word is who speaks
 
     def send(self, body: Sequence[Any], blocks: Blocks | None = None) -> None:
         """Hand over one message; nothing happens on a closed link."""

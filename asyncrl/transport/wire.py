@@ -21,8 +21,8 @@
     broker → any        error(kind, text)               what came could not be served
 
 `sizes` are the payloads' bytes, a list for each block (`transport.blocks`). All counts are cumulative, so a lost or repeated
-frame is seen at the next beat and mended by saying it again. Numbers of messages and of deliveries begin where the broker's life has it
-(`records.LIFE_BITS`): a client that sees another life begins anew, a sender with the first message that was not handled, a
+frame is seen at the next beat and mended by saying it again. Numbers of messages and of deliveries begin where the broker's life
+has it (`records.LIFE_BITS`): a client that sees another life begins anew, a sender with the first message that was not handled, a
 receiver with its open request; what was meant for another life is out of turn, and ignored.
 """
 

@@ -135,7 +135,9 @@ class Beginning:
         )
 
     def _offer(self, writer: LedgerWriter) -> None:
-        """What the journal holds of attempts without an end is in the queue again."""
+        """What the journal holds of attempts without an end is in the queue again, and what had ended has ended."""
+        for topic, producers in writer.closed_streams().items():
+            self.queue.exchange.topic(topic).restore_closed(producers)
         if not isinstance(self._journal, SegmentJournal):
             return
         ended_by = ends_by_step(read_ledger(writer.path)) if self._head.retains else {}

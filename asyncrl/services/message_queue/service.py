@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class MessageQueueService:
     async def start(self, earlier: Mapping[str, str] = NOWHERE) -> dict[str, str]:
         """Open the ledger and the journal where they stand, bind both sockets: ``rpc`` and ``broker``."""
         self._beginning.begin()
-        self._broker = Broker(self._beginning.queue.exchange, clock=self._clock, bind=self._bind)
+        life = 1 + secrets.randbelow(2**30)
+        self._broker = Broker(self._beginning.queue.exchange, clock=self._clock, bind=self._bind, life=life)
         self._rpc.add(ledger_handlers(self._ledger, self._counts))
         self._rpc.add({"queue.unsettled": self.unsettled, "queue.stats": self._broker.stats})
         addresses = {"broker": await self._broker.start(earlier.get("broker")), "rpc": await self._rpc.start(earlier.get("rpc"))}

@@ -99,6 +99,9 @@ class LedgerHooks:
             end = End(id, "failed", f"lost from the queue's journal: {message_id} in {topic}: {reason}", reissue=True)
             self._ledger.cut_short([end])
 
+    def on_streams(self, topic: str, closed: frozenset[str]) -> None:
+        self._ledger.close_streams(topic, closed)
+
     def commit(self) -> None:
         if self._ledger.dirty:
             self._ledger.flush()

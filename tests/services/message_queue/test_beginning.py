@@ -350,3 +350,16 @@ async def test_a_folder_without_access_is_named(make, tmp_path):
     )
     with pytest.raises(UserError, match=r"is a ledger already|cannot be made"):
         world.boot(Restarted())
+
+
+@pytest.mark.parametrize("durability", ["process", "none"])
+async def test_an_ended_stream_has_ended_for_the_next_process_unless_its_producer_starts_anew(make, durability):
+    world = make(durability)
+    world.exchange.close_sender(ROLLOUTS, b"rollouter", 0.0)
+    world.exchange.publish()
+    world.crash()
+    world.boot_bare(Restarted())
+    assert world.exchange.topic(ROLLOUTS).ended == (durability == "process")
+    world.crash()
+    world.boot_bare(SetBack(0, 1))
+    assert not world.exchange.topic(ROLLOUTS).ended

@@ -53,13 +53,17 @@ class QueueWorld:
         self.up = False
 
     def boot(self, recovery: Recovery | None = None) -> None:
+        self.boot_bare(recovery)
+        for topic, producer in PRODUCERS.items():
+            self.exchange.topic(topic).open_sender(producer.encode(), producer, 0.0)
+
+    def boot_bare(self, recovery: Recovery | None = None) -> None:
+        """Without the two senders."""
         self.beginning = Beginning(self.config, self.run_dir, recovery or Fresh(), clock=SystemClock())
         self.beginning.begin()
         self.ledger = self.beginning.ledger
         self.exchange = self.beginning.queue.exchange
         self.sent = dict.fromkeys(PRODUCERS, 0)
-        for topic, producer in PRODUCERS.items():
-            self.exchange.topic(topic).open_sender(producer.encode(), producer, 0.0)
         self.up = True
 
     def crash(self) -> None:
