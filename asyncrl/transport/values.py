@@ -15,6 +15,7 @@ import numpy as np
 from asyncrl.errors import MalformedFrame, TruncatedFrame
 
 _ARRAY = 1
+_TIMES = (b"\xd6\xff", b"\xd7\xff", b"\xc7\x0c\xff")  # how msgpack's timestamps begin, which go past the hook
 _DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))}
 
 
@@ -47,12 +48,26 @@ def unpack_values(frames: Sequence[bytes]) -> Any:
         index, dtype_text, shape = msgpack.unpackb(data)
         return _view(frames, index, dtype_text, shape)
 
+    header = frames[0]
     try:
-        return msgpack.unpackb(frames[0], ext_hook=array, strict_map_key=False, unicode_errors="surrogatepass")
+        value = msgpack.unpackb(header, ext_hook=array, strict_map_key=False, unicode_errors="surrogatepass")
     except (MalformedFrame, TruncatedFrame):
         raise
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise MalformedFrame(f"the header is no msgpack value of ours: {error}") from error
+    if any(mark in header for mark in _TIMES) and _holds_time(value):
+        raise MalformedFrame("a message carries plain values and numeric arrays, no timestamps")
+    return value
+
+
+def _holds_time(value: Any) -> bool:
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, msgpack.Timestamp):
+            return True
+        left += [*item, *item.values()] if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+    return False
 
 
 def _view(frames: Sequence[bytes], index: Any, dtype_text: Any, shape: Any) -> np.ndarray[Any, Any]:

@@ -227,9 +227,10 @@ class ReceiverChannel:
                 header = unpack(frames[0])
             except MalformedFrame:
                 continue  # no reply of ours: whoever waits for one runs into its deadline
-            self._session = header.get("session", self._session)
-            answer = self._calls.get(header.get("request") or 0)
+            request = header.get("request")
+            answer = self._calls.get(request) if type(request) is int else None
             if answer is not None and not answer.done():
+                self._session = str(header.get("session", self._session))
                 answer.set_result(header)
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import PlanMismatch
 
 ALIGNMENT_BYTES = 64
+_HUGE = 2**62  # no element and no byte of a plan is counted that far
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -110,15 +111,16 @@ class RankPlan:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> RankPlan:
-        return cls(
-            wire["rank"],
-            wire["world_size"],
-            _tensors_from_wire(wire["tensors"]),
-            tuple(wire["placements"]),
-            _slices_from_wire(wire["slices"]),
-            tuple(wire["shard_offsets"]),
-            wire["slot_bytes"],
-        )
+        """Raises PlanMismatch for what is no rank's part of a plan."""
+        tensors = _tensors_from_wire(wire.get("tensors"))
+        rank, world_size, slot_bytes = (wire.get(name) for name in ("rank", "world_size", "slot_bytes"))
+        placements, offsets = wire.get("placements"), wire.get("shard_offsets")
+        _check(_are_counts([rank, world_size, slot_bytes]), "rank, world_size and slot_bytes are counts", wire)
+        _check(_is_list(placements, lambda text: type(text) is str), "placements are texts", placements)
+        _check(_is_list(offsets, lambda at: at is None or _is_count(at)), "shard_offsets are counts or null", offsets)
+        slices = _slices_from_wire(wire.get("slices"), tensors)
+        _check(all(piece.rank == rank for piece in slices), "the slices are the rank's own", rank)
+        return cls(rank, world_size, tensors, tuple(placements), slices, tuple(offsets), slot_bytes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,15 @@ class Plan:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Plan:
-        tensors, slices = _tensors_from_wire(wire["tensors"]), _slices_from_wire(wire["slices"])
-        slot_bytes = tuple(wire["slot_bytes"])
+        """Raises PlanMismatch for what is no plan, and for one whose slices leave their slots or do not cover every tensor
+        exactly once: a version that has all slices of a plan is whole."""
+        tensors, found = _tensors_from_wire(wire.get("tensors")), wire.get("slot_bytes")
+        _check(_are_counts(found), "slot_bytes are counts, one a rank", found)
+        slices, slot_bytes = _slices_from_wire(wire.get("slices"), tensors), tuple(found or ())
+        for piece in slices:
+            inside = piece.rank < len(slot_bytes) and piece.slot_offset + piece.num_bytes <= slot_bytes[piece.rank]
+            _check(inside, "every slice lies in its rank's slot", piece)
+        _check_covers(tensors, slices)
         return cls(tensors, slices, slot_bytes, _plan_id(tensors, slices, slot_bytes))
 
 
@@ -183,11 +192,7 @@ def merge(parts: Iterable[RankPlan]) -> Plan:
         if len(part.tensors) != len(tensors):
             raise PlanMismatch(f"ranks 0 and {part.rank} must hold the same tensors: {len(tensors)} and {len(part.tensors)}")
     slices = tuple(piece for part in parts for piece in part.slices)
-    by_tensor: dict[int, list[Slice]] = {index: [] for index in range(len(tensors))}
-    for piece in slices:
-        by_tensor[piece.tensor].append(piece)
-    for index, pieces in by_tensor.items():
-        check_cover(tensors[index], [(piece.offset, piece.size) for piece in pieces])
+    _check_covers(tensors, slices)
     slot_bytes = tuple(part.slot_bytes for part in parts)
     return Plan(tensors, slices, slot_bytes, _plan_id(tensors, slices, slot_bytes))
 
@@ -244,6 +249,14 @@ def flat_start(shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int,
     return start
 
 
+def _check_covers(tensors: Sequence[TensorSpec], slices: Iterable[Slice]) -> None:
+    boxes: list[list[Box]] = [[] for _ in tensors]
+    for piece in slices:
+        boxes[piece.tensor].append((piece.offset, piece.size))
+    for tensor, of_tensor in zip(tensors, boxes, strict=True):
+        check_cover(tensor, of_tensor)
+
+
 def check_cover(tensor: TensorSpec, boxes: Sequence[Box]) -> None:
     """Raise PlanMismatch unless the boxes lie inside the tensor, are disjoint, and fill it."""
     for offset, size in boxes:
@@ -274,12 +287,45 @@ def _slice_to_wire(piece: Slice) -> list[Any]:
     return [piece.tensor, piece.rank, list(piece.offset), list(piece.size), piece.slot_offset, piece.num_bytes]
 
 
-def _slices_from_wire(rows: Sequence[Sequence[Any]]) -> tuple[Slice, ...]:
-    return tuple(Slice(row[0], row[1], tuple(row[2]), tuple(row[3]), row[4], row[5]) for row in rows)
+def _slices_from_wire(rows: Any, tensors: Sequence[TensorSpec]) -> tuple[Slice, ...]:
+    """Raises PlanMismatch."""
+    _check(_is_list(rows, lambda row: _is_list(row) and len(row) == 6), "slices are rows of six", rows)
+    slices = []
+    for tensor, rank, offset, size, slot_offset, num_bytes in rows:
+        counts = _are_counts([tensor, rank, slot_offset, num_bytes]) and _are_counts(offset) and _are_counts(size)
+        _check(counts and tensor < len(tensors), "a slice is a box of counts of one of the tensors", (tensor, offset, size))
+        of = tensors[tensor]
+        _check(len(offset) == len(size) == len(of.shape), "a slice has a tensor's dimensions", (of.name, offset, size))
+        _check(num_bytes == math.prod(size) * of.item_bytes, "a slice has the bytes of its box", (of.name, size, num_bytes))
+        slices.append(Slice(tensor, rank, tuple(offset), tuple(size), slot_offset, num_bytes))
+    return tuple(slices)
 
 
-def _tensors_from_wire(rows: Sequence[Sequence[Any]]) -> tuple[TensorSpec, ...]:
+def _tensors_from_wire(rows: Any) -> tuple[TensorSpec, ...]:
+    """Raises PlanMismatch."""
+    _check(_is_list(rows, lambda row: _is_list(row) and len(row) == 3), "tensors are rows of three", rows)
+    for name, shape, dtype in rows:
+        right = type(name) is str and _are_counts(shape) and type(dtype) is str and dtype in ITEM_BYTES
+        _check(right, "a tensor is a name, a shape and a dtype", (name, shape, dtype))
+    _check(len({name for name, _, _ in rows}) == len(rows), "every tensor has a name of its own", len(rows))
     return tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in rows)
+
+
+def _check(holds: bool, rule: str, found: object) -> None:
+    if not holds:
+        raise PlanMismatch(f"not a plan: {rule}; found {found!r:.120}")
+
+
+def _is_list(value: Any, is_right: Callable[[Any], bool] = lambda item: True) -> bool:
+    return type(value) is list and all(map(is_right, value))
+
+
+def _are_counts(value: Any) -> bool:
+    return _is_list(value, _is_count)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _HUGE
 
 
 def _plan_to_wire(tensors: Sequence[TensorSpec], slices: Sequence[Slice], slot_bytes: Sequence[int]) -> dict[str, Any]:

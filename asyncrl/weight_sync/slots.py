@@ -8,12 +8,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 from pathlib import Path
 
 from asyncrl.errors import SyncError
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "asyncrl-"
+NAME = re.compile(rf"{PREFIX}[A-Za-z0-9_-]{{1,200}}")
 NUM_SLOTS = 2
 
 
@@ -59,7 +61,7 @@ class SlotMaps:
 
     def open(self, name: str) -> memoryview:
         """The slot's bytes. Raises SyncError for a name that is no slot's, or a slot that is gone."""
-        if not name.startswith(PREFIX) or "/" in name:
+        if not NAME.fullmatch(name):
             raise SyncError(f"{name!r} is not the name of a staging slot ({PREFIX}…)")
         try:
             descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY)

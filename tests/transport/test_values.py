@@ -14,6 +14,7 @@ from asyncrl.transport.values import pack_values, unpack_values
 
 NUMERIC = arrays.boolean_dtypes() | arrays.integer_dtypes(endianness="<") | arrays.unsigned_integer_dtypes(endianness="<")
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary()
+TIMES = (msgpack.Timestamp(1), msgpack.Timestamp(1, 1), msgpack.Timestamp(2**40, 1))
 MANGLED = ("f4,(2", "O", "f4, f4", "V8", "U3", "(2,)f4", "M8[s]", "", "f4\0", "d" * 500, "{'names': []}", ">f4", "c8")
 
 
@@ -51,3 +52,10 @@ def test_bytes_that_nobody_packed_are_a_value_or_a_typed_error(frames):
 def test_what_is_no_plain_value_is_not_packed(value):
     with pytest.raises(TypeError):
         pack_values(value)
+
+
+@pytest.mark.parametrize("time", TIMES, ids=str)
+@pytest.mark.parametrize("around", [lambda it: it, lambda it: [{"a": [it]}], lambda it: {it: 1}], ids=["alone", "inside", "key"])
+def test_a_timestamp_is_no_plain_value(time, around):
+    with pytest.raises(FrameError):
+        unpack_values([msgpack.packb(around(time))])
