@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.errors import StaleIncarnation, SyncError
+from asyncrl.errors import NotRegistered, StaleIncarnation, SyncError
 from asyncrl.protocols.weights import PolicyVersion
-from asyncrl.services.parameter_sync.fleet import RETRY_SECONDS, FleetState, Transfer
+from asyncrl.services.parameter_sync.fleet import RETRY_SECONDS, Content, FleetState, Transfer
 
 A, B = "inference/0", "inference/1"
 
@@ -248,6 +248,136 @@ def test_versions_grow():
         fleet.acquire(1, 3)
 
 
+def test_a_slot_asked_for_twice_is_given_once():
+    fleet = a_fleet()
+    slot = fleet.acquire(1, 3)
+    assert fleet.acquire(1, 3) == slot
+    fleet.staged(1, 0, 3, slot)
+    with pytest.raises(SyncError, match="versions must grow"):
+        fleet.acquire(1, 3)
+
+
+def test_who_has_not_registered_is_told_so():
+    fleet = FleetState()
+    with pytest.raises(NotRegistered, match="incarnation 1 of the trainer has not registered here"):
+        fleet.acquire(1, 0)
+
+
+def test_a_server_that_was_never_heard_is_sent_nothing():
+    fleet = FleetState()
+    fleet.add(A, "", 0.0)
+    fleet.open_incarnation(1, 1)
+    publish(fleet, 0)
+    assert fleet.next_transfer(A, 0.0) is None
+    fleet.heard(A, "first", 0.0)
+    assert begin(fleet).version.version == 0
+
+
+# A ParameterSync that was started again
+
+
+def restored(*contents: tuple[Content, ...], names: tuple[str, ...] = (A,)) -> FleetState:
+    """It knows the servers, and what each rank's slots hold."""
+    fleet = FleetState()
+    for name in names:
+        fleet.add(name, "", 0.0)
+    for rank, mine in enumerate(contents):
+        fleet.open_incarnation(1, len(contents))
+        fleet.restore(rank, mine)
+    return fleet
+
+
+def say(fleet: FleetState, name: str, version: PolicyVersion | None, session: str = "first") -> None:
+    fleet.heard(name, session, 0.0)
+    fleet.holds(name, version)
+
+
+def test_a_server_that_holds_the_current_version_is_sent_nothing():
+    fleet = restored((Content(0, 6, True), Content(1, 7, True)))
+    assert (fleet.published, fleet.next_transfer(A, 0.0)) == (7, None)
+    say(fleet, A, PolicyVersion(1, 7))
+    fleet.adopt(A, PolicyVersion(1, 7), 0.0)
+    assert (fleet.state_of(A), fleet.confirmed, fleet.next_transfer(A, 0.0)) == ("READY", 7, None)
+
+
+@pytest.mark.parametrize("held", [None, PolicyVersion(1, 6), PolicyVersion(1, 8), PolicyVersion(0, 7)])
+def test_a_server_that_holds_anything_else_is_sent_the_current_version(held):
+    fleet = restored((Content(0, 6, True), Content(1, 7, True)))
+    say(fleet, A, held)
+    assert held is None or not fleet.may_adopt(A, held)
+    assert begin(fleet).version == PolicyVersion(1, 7)
+
+
+def test_a_version_is_restored_when_every_rank_has_all_of_it():
+    ahead, behind = (Content(0, 7, True), Content(1, 8, True)), (Content(0, 7, True), Content(1, 6, True))
+    fleet = restored(ahead, behind)
+    assert fleet.published == 7
+    assert fleet.staged(1, 1, 8, 1)
+    assert fleet.published == 8
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_slot_that_one_rank_writes_holds_nothing_whoever_speaks_first(first):
+    contents = [(Content(0, 9, False), Content(1, 8, True)), (Content(0, 7, True), Content(1, 8, True))]
+    fleet = restored(*(contents if first == 0 else contents[::-1]))
+    assert fleet.published == 8
+    for rank in (0, 1):
+        whole = fleet.staged(1, rank, 9, 0)
+    assert whole
+    assert fleet.published == 9
+
+
+def test_versions_grow_past_what_was_restored():
+    fleet = restored((Content(0, 9, False), Content(1, 8, True)))
+    with pytest.raises(SyncError, match="versions must grow: 8 after 9"):
+        fleet.acquire(1, 8)
+    assert fleet.acquire(1, 9) == 0
+    say(fleet, A, None)
+    begin(fleet)
+    assert fleet.acquire(1, 10) == 0
+
+
+def test_a_rank_that_says_again_what_is_known_changes_nothing():
+    fleet = a_fleet()
+    publish(fleet, 0)
+    bring(fleet)
+    slot = publish(fleet, 1)
+    transfer = begin(fleet)
+    seq = fleet.view().seq
+    assert fleet.restore(0, [Content(slot, 1, True), Content(1 - slot, 0, True)]) == []
+    assert (fleet.view().seq, fleet.is_current(transfer)) == (seq, True)
+
+
+def test_an_older_incarnation_is_refused_by_what_a_server_holds():
+    fleet = FleetState()
+    fleet.add(A, "", 0.0)
+    say(fleet, A, PolicyVersion(3, 5))
+    with pytest.raises(StaleIncarnation, match="incarnation 2 of the trainer is over, 3 has begun"):
+        fleet.open_incarnation(2, 1)
+    assert fleet.open_incarnation(3, 1)
+
+
+def test_a_server_that_says_it_holds_another_version_than_it_confirmed_takes_no_traffic():
+    fleet = a_fleet()
+    publish(fleet, 0)
+    bring(fleet)
+    say(fleet, A, PolicyVersion(1, 0))
+    assert fleet.state_of(A) == "READY"
+    say(fleet, A, PolicyVersion(1, 1))
+    assert (fleet.state_of(A), fleet.reason_of(A)) == ("STALE", "holds 1.1, and had confirmed 1.0")
+
+
+def test_what_is_said_during_a_commit_counts_for_nothing():
+    fleet = a_fleet()
+    publish(fleet, 0)
+    bring(fleet)
+    publish(fleet, 1)
+    transfer = begin(fleet)
+    say(fleet, A, None)
+    assert fleet.state_of(A) == "UPDATING"
+    assert fleet.confirm(transfer, 0.0)
+
+
 def test_a_view_has_a_new_number_only_when_something_changed():
     fleet = a_fleet()
     seq = fleet.view().seq
@@ -260,7 +390,8 @@ def test_a_view_has_a_new_number_only_when_something_changed():
 
 class FleetMachine(RuleBasedStateMachine):
     """Any order of publishing, reading, failing, restarting: a slot is always free for the trainer and never one that is read;
-    what is READY holds the newest version; what the fleet confirmed falls only with a restart, a failure or an incarnation."""
+    what is READY holds the newest version; what the fleet confirmed falls only with a restart, a failure or an incarnation. The
+    service itself may be lost at any moment: what takes traffic afterwards holds what it is said to hold."""
 
     @initialize(servers=st.integers(1, 3), ranks=st.integers(1, 2))
     def begin(self, servers: int, ranks: int) -> None:
@@ -272,6 +403,8 @@ class FleetMachine(RuleBasedStateMachine):
         self.open: list[Transfer] = []
         self.pending: list[tuple[int, int, int]] = []
         self.done_reading: set[int] = set()
+        self.session_of = dict.fromkeys(self.names, "first")
+        self.slots = [[None, None] for _ in range(ranks)]  # (version, whole) of each rank's slots
 
     def reading(self) -> list[Transfer]:
         return [t for t in self.open if self.fleet.is_current(t) and t.number not in self.done_reading]
@@ -283,13 +416,54 @@ class FleetMachine(RuleBasedStateMachine):
         assert slot not in read
         self.contents[slot] = (self.fleet.incarnation, self.version)
         self.pending = [(rank, self.version, slot) for rank in range(self.ranks)]
+        self.slots[0][slot] = (self.version, False)
         self.version += 1
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
-    def stage(self, data) -> None:
+    def begin_to_write(self, data) -> None:
+        rank, version, slot = data.draw(st.sampled_from(self.pending))
+        self.slots[rank][slot] = (version, False)
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data(), is_heard=st.booleans())
+    def stage(self, data, is_heard: bool) -> None:
+        """Where nobody hears it, the service is lost before it is said again."""
         rank, version, slot = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
+        self.slots[rank][slot] = (version, True)
+        if not is_heard:
+            self.lose_service(data)
         self.fleet.staged(self.fleet.incarnation, rank, version, slot)
+
+    @rule(data=st.data())
+    def lose_service(self, data) -> None:
+        incarnation = self.fleet.incarnation
+        self.fleet, self.open, self.done_reading = FleetState(silence_seconds=10), [], set()
+        for name in self.names:
+            self.fleet.add(name, "", self.now)
+        speakers = data.draw(st.permutations([*self.names, *range(self.ranks)]))
+        for speaker in speakers:
+            if isinstance(speaker, str):
+                self.say(speaker)
+                continue
+            self.fleet.open_incarnation(incarnation, self.ranks)
+            mine = [Content(slot, *held) for slot, held in enumerate(self.slots[speaker]) if held is not None]
+            self.fleet.restore(speaker, mine)
+        self.contents = {
+            slot: (incarnation, max((held[slot][0] for held in self.slots if held[slot]), default=-1)) for slot in (0, 1)
+        }
+
+    @rule(data=st.data())
+    def hear(self, data) -> None:
+        self.say(data.draw(st.sampled_from(self.names)))
+
+    def say(self, name: str) -> None:
+        """A STATUS: session, and what is live."""
+        held = self.holds.get(name)
+        self.fleet.heard(name, self.session_of[name], self.now)
+        self.fleet.holds(name, held)
+        if held is not None and self.fleet.may_adopt(name, held):
+            self.fleet.adopt(name, held, self.now)
 
     @rule(data=st.data())
     def read(self, data) -> None:
@@ -309,7 +483,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.done_reading.add(transfer.number)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), how=st.sampled_from(["confirm", "fail", "refuse"]))
+    @rule(data=st.data(), how=st.sampled_from(["confirm", "fail", "refuse", "go live, then fail"]))
     def end(self, data, how: str) -> None:
         transfer = data.draw(st.sampled_from(self.open))
         before = self.fleet.confirmed
@@ -318,7 +492,9 @@ class FleetMachine(RuleBasedStateMachine):
             return
         self.open.remove(transfer)
         current = self.fleet.is_current(transfer)
-        if how == "fail":
+        if how == "go live, then fail" and current:
+            self.holds[transfer.server] = transfer.version
+        if how != "confirm":
             self.fleet.fail(transfer, "it failed", self.now)
             return
         assert transfer.number in self.done_reading or not current or self.contents[transfer.slot] == tuple(transfer.version)
@@ -331,7 +507,8 @@ class FleetMachine(RuleBasedStateMachine):
     def restart(self, data) -> None:
         name = data.draw(st.sampled_from(self.names))
         self.sessions += 1
-        self.fleet.heard(name, f"again{self.sessions}", self.now)
+        self.session_of[name] = f"again{self.sessions}"
+        self.fleet.heard(name, self.session_of[name], self.now)
         self.holds.pop(name, None)
         assert self.fleet.state_of(name) in ("STALE", "STARTING")
 
@@ -339,6 +516,7 @@ class FleetMachine(RuleBasedStateMachine):
     def new_trainer(self) -> None:
         self.fleet.open_incarnation(self.fleet.incarnation + 1, self.ranks)
         self.contents, self.pending, self.version = {}, [], 0
+        self.slots = [[None, None] for _ in range(self.ranks)]
         assert self.fleet.confirmed is None
 
     @rule(seconds=st.floats(0, 2))

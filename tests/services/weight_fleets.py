@@ -8,9 +8,12 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+import zmq
+
 from asyncrl.clock import SystemClock
 from asyncrl.protocols.weights import Fleet, WeightPublisher
 from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
+from asyncrl.services.tasks import cancel
 from asyncrl.simulation.weights import SimulatedSync
 from asyncrl.weight_sync.channel import ReceiverChannel
 from asyncrl.weight_sync.fleet_client import RpcFleet
@@ -48,21 +51,39 @@ class RealFace:
         self.model = a_model(seed=1)
         self.target = StandInTarget(self.model)
         self.receiver = WeightReceiver(self.target)
+        self.settings = settings
         self.service = ParameterSyncService(settings, connect=ReceiverChannel, clock=SystemClock())
         self.publishers: list[ShmPublisher] = []
         self.run_id = f"test{os.getpid()}face{next(_runs)}"
 
     async def start(self) -> None:
         self.weights = self.receiver.start()
+        self.book = {NAME: {"http": f"http://{NAME}", "weights": self.weights}}
         self.address = (await self.service.start())["rpc"]
-        self.running = asyncio.create_task(self.service.run({NAME: {"http": f"http://{NAME}", "weights": self.weights}}))
+        self.running = asyncio.create_task(self.service.run(self.book))
         self.fleet = RpcFleet(self.address)
+
+    async def lose_service(self) -> None:
+        """As if its process had been killed: nobody who waits for it is answered."""
+        await cancel([self.running])
+
+    async def start_service_again(self) -> None:
+        """A new one at the old address, which knows the book and nothing else."""
+        self.service = ParameterSyncService(self.settings, connect=ReceiverChannel, clock=SystemClock())
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    await self.service.start({"rpc": self.address})
+                    break
+                except zmq.ZMQError:  # the old socket is being closed
+                    await asyncio.sleep(0.01)
+        self.running = asyncio.create_task(self.service.run(self.book))
 
     def publisher(self, incarnation: int = 1) -> WeightPublisher:
         self.publishers.append(
             ShmPublisher(
                 self.model.items(), run_id=self.run_id, address=self.address, incarnation=incarnation, bucket_bytes=600,
-                timeout_seconds=10,
+                timeout_seconds=20,
             )
         )  # fmt: skip
         return self.publishers[-1]
