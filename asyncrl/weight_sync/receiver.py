@@ -25,19 +25,19 @@ from typing import Any
 import numpy as np
 import zmq
 
-from asyncrl.errors import MalformedFrame, PlanMismatch
+from asyncrl.errors import MalformedFrame, PlanMismatch, SyncError
 from asyncrl.protocols.weights import PolicyVersion, WeightTarget
 from asyncrl.transport import security
 from asyncrl.weight_sync.plan import Plan
 from asyncrl.weight_sync.slots import SlotMaps
 from asyncrl.weight_sync.staging import Bytes, Pace, Staging, Superseded, check_plan, live_checksums
-from asyncrl.weight_sync.wire import KINDS, Checksums, checksums_from_wire, checksums_to_wire, digest_of, pack, unpack
+from asyncrl.weight_sync.wire import Checksums, check_request, checksums_from_wire, checksums_to_wire, digest_of, pack, unpack
 
 log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
 _MAX_MESSAGE_BYTES = 2**32
-_MAX_NUMBER = 2**63
 PORTS = range(20_000, 32_000)  # outside the ranges from which systems draw ports for outgoing connections
+CHECKSUM_BYTES = 4
 _Job = tuple[bytes, dict[str, Any], Bytes]
 
 
@@ -217,6 +217,8 @@ class _Executor:
             return {"error": "superseded", "text": "a newer version began, or this one was cancelled"}
         except PlanMismatch as error:
             return {"error": "plan_mismatch", "text": str(error)}
+        except SyncError as error:
+            return {"error": "failed", "text": str(error)}
         except Exception as error:  # the boundary of the server process: it goes on decoding, and ParameterSync reads the reason
             log.exception("%s failed", header["kind"])
             return {"error": "failed", "text": f"{type(error).__name__}: {error}"}
@@ -254,9 +256,11 @@ class _Executor:
 
     def _fetch(self, version: PolicyVersion, header: dict[str, Any], _: Bytes) -> dict[str, Any]:
         plan, staging = self._begun(version)
-        sources = [np.frombuffer(self._slots.open(name), dtype=np.uint8) for name in header["slots"]]
-        checksums = checksums_from_wire(header["checksums"])
         indices = range(len(plan.slices)) if header.get("slices") is None else header["slices"]
+        checksums = _checksums(header, of=len(plan.slices))
+        if len(header["slots"]) != len(plan.slot_bytes) or max(indices, default=0) >= len(plan.slices):
+            raise Refused("malformed", f"the plan has {len(plan.slot_bytes)} slots and {len(plan.slices)} slices")
+        sources = [np.frombuffer(self._slots.open(name), dtype=np.uint8) for name in header["slots"]]
         pace = self._pace(version, header.get("bytes_per_second"))
         refused, num_bytes = [], 0
         for index in indices:
@@ -269,8 +273,12 @@ class _Executor:
 
     def _bucket(self, version: PolicyVersion, header: dict[str, Any], payload: Bytes) -> dict[str, Any]:
         plan, staging = self._begun(version)
-        checksums = checksums_from_wire(header["checksums"])
         first, count = header["first"], header["count"]
+        checksums = _checksums(header, of=count)
+        if not 0 < count <= len(plan.slices) - first:
+            raise Refused(
+                "malformed", f"a bucket holds slices of the {len(plan.slices)} of the plan, not {count} from {first} on"
+            )
         begin = plan.slices[first].slot_offset
         pace = self._pace(version, None)  # the sender keeps the pace
         refused = []
@@ -318,6 +326,13 @@ class _Executor:
         return {"refused": refused, "bytes": num_bytes}
 
 
+def _checksums(header: dict[str, Any], *, of: int) -> Checksums:
+    data: bytes = header["checksums"]
+    if len(data) != CHECKSUM_BYTES * of:
+        raise Refused("malformed", f"{of} checksums have {CHECKSUM_BYTES * of} bytes, not {len(data)}")
+    return checksums_from_wire(data)
+
+
 def _version_of(header: dict[str, Any]) -> PolicyVersion:
     return PolicyVersion(header["incarnation"], header["version"])
 
@@ -326,13 +341,7 @@ def _parse(frames: list[zmq.Frame]) -> tuple[dict[str, Any], Bytes]:
     if len(frames) not in (2, 3):
         raise MalformedFrame(f"a message has a header and at most one frame of bytes, this one {len(frames) - 1} frames")
     header = unpack(frames[1].buffer)
-    kind = header.get("kind")
-    if type(kind) is not str or kind not in KINDS:
-        raise MalformedFrame(f"unknown kind {kind!r:.40}")
-    for name in ("request", "incarnation", "version"):
-        number = header.get(name)
-        if type(number) is not int or not 0 <= number < _MAX_NUMBER:
-            raise MalformedFrame(f"{kind} needs a whole number {name!r}, 0 or more")
+    check_request(header)
     payload = (
         np.frombuffer(frames[2].buffer, dtype=np.uint8) if len(frames) == 3 and len(frames[2].buffer) else np.empty(0, np.uint8)
     )

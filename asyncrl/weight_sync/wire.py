@@ -16,6 +16,7 @@ changes nothing, and those behind it that depend on it are refused in turn.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import msgpack
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import MalformedFrame
+from asyncrl.protocols.weights import KvPolicy
 
 Kind = Literal["BEGIN", "FETCH", "BUCKET", "COMMIT", "DIGEST", "STATUS", "CANCEL"]
 KINDS = frozenset(get_args(Kind))
@@ -40,6 +42,7 @@ ERRORS = frozenset(
         "failed",  # the server could not: shared memory gone, commit raised
     }
 )
+_MAX_NUMBER = 2**63
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 Checksums = npt.NDArray[np.uint32]
 """CRC-32 of every slice, in plan order."""
@@ -60,6 +63,46 @@ def unpack(frame: bytes | memoryview) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise MalformedFrame(f"a header is a map, this one a {type(header).__name__}")
     return header
+
+
+def check_request(header: dict[str, Any]) -> None:
+    """Raises MalformedFrame for a header that is no request: of an unknown kind, or whose fields are not what its kind has."""
+    kind = header.get("kind")
+    if type(kind) is not str or kind not in KINDS:
+        raise MalformedFrame(f"unknown kind {kind!r:.40}")
+    for name, is_right in {**_EVERY, **_FIELDS.get(kind, {})}.items():
+        if not is_right(header.get(name)):
+            raise MalformedFrame(f"{kind} needs another {name} than {header.get(name)!r:.40}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_NUMBER
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(map(is_right, value))
+
+
+def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+_EVERY: dict[str, Callable[[Any], bool]] = dict.fromkeys(("request", "incarnation", "version"), _is_count)
+_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "BEGIN": {"plan_id": _is_text, "plan": _or_none(lambda value: type(value) is dict)},
+    "FETCH": {
+        "slots": _list_of(_is_text),
+        "slices": _or_none(_list_of(_is_count)),
+        "checksums": lambda value: type(value) is bytes,
+        "bytes_per_second": _or_none(lambda value: type(value) in (int, float) and 0 < value < _MAX_NUMBER),
+    },
+    "BUCKET": {"first": _is_count, "count": _is_count, "checksums": lambda value: type(value) is bytes},
+    "COMMIT": {"kv_policy": lambda value: value in get_args(KvPolicy)},
+}
 
 
 def checksums_to_wire(checksums: Checksums) -> bytes:
