@@ -19,7 +19,8 @@ from typing import Any
 from asyncrl.rewards.nursery import Child, Nursery
 from asyncrl.rewards.outcome import CallOutcome, Item, failed, timed_out
 
-GRACE_SECONDS = 0.5  # beyond the limit, for the answer to arrive
+GRACE_SECONDS = 0.5  # beyond the limit, for the answer to arrive; the most of it
+GRACE_SHARE = 0.1  # of the limit, where a call that hangs keeps its lane from the next
 DEATHS_ALLOWED = 1
 
 Call = tuple[int, Item]
@@ -65,7 +66,7 @@ class SerialLane:
         """Take answers until nothing is left or the child is lost; then what is left is to be sent to another."""
         try:
             while left:
-                async with asyncio.timeout(self._limit + GRACE_SECONDS):
+                async with asyncio.timeout(self._limit + min(GRACE_SECONDS, GRACE_SHARE * self._limit)):
                     position, *outcome = await child.read()
                 assert position == left[0], (position, left[0])
                 outcomes[left.popleft()] = CallOutcome(*outcome)

@@ -20,6 +20,7 @@ BATCHES_OF_A_SERIAL_WORKER = 2
 BATCH_SECONDS = 0.05  # a batch of dear samples takes about this long
 CHEAP_SECONDS = 0.002  # less work than this is not worth a second message
 LARGEST_BATCH = 256
+FIRST_BATCH = 8  # while nothing is known of what a sample costs
 
 
 @dataclass
@@ -181,10 +182,12 @@ class Dispatcher:
         return [job for job in jobs if job.losses >= self._max_losses]
 
     def _batch_size(self, waiting: int) -> int:
-        """All that waits while it is cheap; else an even share per worker, of about BATCH_SECONDS."""
+        """All that waits while it is cheap; else an even share per worker, of about BATCH_SECONDS; a few at first."""
         seconds = self._seconds_per_sample
         if seconds is not None and seconds * waiting <= CHEAP_SECONDS:
             return min(waiting, LARGEST_BATCH)
         share = -(-waiting // len(self._workers))
-        timed = LARGEST_BATCH if not seconds else max(1, int(BATCH_SECONDS / seconds))
+        if seconds is None:
+            return min(share, FIRST_BATCH)
+        timed = max(1, int(BATCH_SECONDS / seconds)) if seconds else LARGEST_BATCH
         return min(share, timed, LARGEST_BATCH)
