@@ -280,8 +280,11 @@ class ClusterConfig(Section):
     start_timeout_seconds: float = Field(120.0, gt=0, description="Every service must be up by then.")
     stop_grace_seconds: float = Field(10.0, gt=0, description="Time a service has to end by itself before it is killed.")
     preemption_grace_seconds: float = Field(30.0, gt=0, description="After SIGTERM the run has saved and ended within this time.")
-    max_restarts: Whole = Field(
-        0, ge=0, description="How often a lost process is started again while the run makes no new step; 0 ends the run at once."
+    max_restarts: Whole | None = Field(
+        None,
+        ge=0,
+        description="How often a lost process is started again while the run makes no new step; 0 ends the run at once, by its name. "
+        "null is 5 where checkpoint.every or queue.durability keeps something to go on from, else 0.",
     )
 
 

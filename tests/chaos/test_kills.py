@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.witness import faults
 from tests.end_to_end.runs import Launched, kill_tree, leftovers
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
+pytestmark = [pytest.mark.end_to_end]
 
 BACK_SECONDS = 30.0
 SETS = (
@@ -23,7 +23,6 @@ SETS = (
     "rollout.max_concurrent=64",
     "checkpoint.every=10",
     "reward.workers=2",
-    "cluster.max_restarts=5",
 )
 KINDS = ("message_queue", "rollouter", "reward", "reward/1", "inference/0", "parameter_sync", "trainer/0")
 

@@ -15,7 +15,7 @@ from tests.chaos.test_kills import SETS
 from tests.chaos.witness import faults
 from tests.end_to_end.runs import Launched, asyncrl, leftovers
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
+pytestmark = [pytest.mark.end_to_end]
 
 
 def kill_everything(run: Launched) -> None:

@@ -37,6 +37,7 @@ def test_a_signal_ends_a_run_as_interrupted(tmp_path: Path, number: signal.Signa
 
 
 def kill_and_see(tmp_path: Path, row: str, *sets: str) -> None:
+    """A run that keeps nothing ends at a loss, by the name of what was lost."""
     run = Launched(tmp_path / "run", *ENDLESS, *sets)
     run.until_step(2)
     pid = pids_of(run.status())[row]

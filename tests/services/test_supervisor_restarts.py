@@ -74,6 +74,12 @@ def test_without_checkpoints_a_lost_rank_ends_the_run_and_says_why():
     assert "checkpoint.every" in refusal.reason
 
 
+@pytest.mark.parametrize(("durability", "every"), [("none", 0), ("process", 0), ("none", 5)])
+def test_what_keeps_something_to_go_on_from_is_started_again_by_default(durability, every):
+    found = policy(durability=durability, checkpoint_every=every, max_restarts=None).after_loss({Row("reward")})
+    assert isinstance(found, GiveUp) == ((durability, every) == ("none", 0))
+
+
 def test_zero_restarts_means_none():
     refusal = policy(max_restarts=0).after_loss({Row("reward", 0)})
     assert isinstance(refusal, GiveUp)

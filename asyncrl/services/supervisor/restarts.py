@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from asyncrl.config.schema import Config
 from asyncrl.services.supervisor.runtime import Row
 
+RESTARTS = 5
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 15.0
 
@@ -76,9 +77,13 @@ class RestartPolicy:
         return self._plan(lost, _delay(times), unfinished)
 
     def _why_not(self, row: Row) -> str | None:
-        limit, times = self._config.cluster.max_restarts, self._losses[row.name]
+        limit, times = max_restarts(self._config), self._losses[row.name]
         if limit == 0:
-            return "a lost process is not started again where cluster.max_restarts is 0"
+            return (
+                "it is not started again, because cluster.max_restarts is 0"
+                if self._config.cluster.max_restarts is not None
+                else "it is not started again, because this run keeps nothing to go on from: set checkpoint.every"
+            )
         if row.role == "trainer" and not self._config.checkpoint.every:
             return "there is no checkpoint to go on from: set checkpoint.every, so that a lost trainer is started again"
         if times > limit:
@@ -107,6 +112,14 @@ class RestartPolicy:
 
     def _of(self, *roles: str) -> set[Row]:
         return {row for row in self._rows if row.role in roles}
+
+
+def max_restarts(config: Config) -> int:
+    """cluster.max_restarts, null resolved."""
+    if config.cluster.max_restarts is not None:
+        return config.cluster.max_restarts
+    keeps = config.checkpoint.every > 0 or config.queue.durability != "none"
+    return RESTARTS if keeps else 0
 
 
 def _delay(times: int) -> float:
