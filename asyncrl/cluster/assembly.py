@@ -180,7 +180,7 @@ def _trainer_parts(spec: RunSpec, config: Config, rank: int, life: Life, book: A
         return dict(await supervisor.call("evaluations", timeout=EVALUATIONS_SECONDS, name=name))
 
     leader = LeaderParts(
-        receiver=QueueReceiver(book["message_queue"]["broker"], "scored"),
+        receiver=QueueReceiver(book["message_queue"]["broker"], "scored", consumer="trainer"),
         ledger=RpcLedgerClient(queue),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         evaluations=evaluations,
@@ -260,7 +260,7 @@ def _front_parts(spec: RunSpec, book: AddressBook) -> FrontParts:
 
     queue = RpcClient(book["message_queue"]["rpc"])
     return FrontParts(
-        receiver=QueueReceiver(book["message_queue"]["broker"], "rollouts"),
+        receiver=QueueReceiver(book["message_queue"]["broker"], "rollouts", consumer="reward"),
         sender=QueueSender(book["message_queue"]["broker"], "scored", producer="reward"),
         ledger=RpcLedgerClient(queue),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
