@@ -132,6 +132,8 @@ class Segments:
     def _open_active(self) -> int:
         descriptor = self._descriptors.get(self.active)
         if descriptor is None:
+            if len(self._descriptors) >= _OPEN:
+                self._close_some()
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             descriptor = self._descriptors[self.active] = os.open(self._path(self.active), flags, 0o600)
             self._new_file = True
