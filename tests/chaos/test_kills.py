@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.chaos.witness import faults
@@ -36,14 +37,17 @@ class Chaos:
 
     def kill(self, row: str) -> None:
         """Kill this row, wait until it is back and a further step is made, then a random moment longer."""
-        pid = self.run.started["processes"][row][0]
-        steps = self._steps()
+        self._until(lambda: psutil.pid_exists(self._pid(row)), BACK_SECONDS, f"{row} is back from an earlier kill")
+        pid, steps = self._pid(row), self._steps()
         os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
-        self._until(lambda: self.run.started["processes"][row][0] != pid, BACK_SECONDS, f"{row} is back")
+        self._until(lambda: self._pid(row) != pid, BACK_SECONDS, f"{row} is back")
         self.slowest = max(self.slowest, time.monotonic() - began)
         self._until(lambda: self._steps() != steps, 90, f"a step after {row} was killed")
         time.sleep(self.random.uniform(0, 2))
+
+    def _pid(self, row: str) -> int:
+        return int(self.run.started["processes"][row][0])
 
     def _steps(self) -> int:
         return len(self.run.lines_so_far("metrics.jsonl"))
