@@ -21,7 +21,7 @@ from asyncrl.protocols.weights import KvPolicy, PolicyVersion
 from asyncrl.transport.loop_socket import Frames, LoopSocket, open_socket
 from asyncrl.weight_sync.plan import Plan, buckets, single
 from asyncrl.weight_sync.slots import SlotMaps
-from asyncrl.weight_sync.wire import Checksums, Kind, checksums_from_wire, checksums_to_wire, pack, unpack
+from asyncrl.weight_sync.wire import Checksums, Kind, check_reply, checksums_from_wire, checksums_to_wire, pack, unpack
 
 Carrier = Literal["shared_memory", "zeromq"]
 Answer = asyncio.Future[dict[str, Any]]
@@ -82,7 +82,8 @@ class ReceiverChannel:
         socket.connect(address)
         self._socket = LoopSocket(socket, self._on_batch)
         self._requests = itertools.count(1)
-        self._calls: dict[int, Answer] = {}
+        self.bad_frames = 0
+        self._calls: dict[int, tuple[Kind, Answer]] = {}
         self._known_plan = ("", "")  # (session, plan id) that the receiver was sent last
         self._session = ""
         self._maps = SlotMaps()
@@ -117,7 +118,7 @@ class ReceiverChannel:
         return outcome
 
     async def close(self) -> None:
-        for answer in list(self._calls.values()):
+        for _, answer in list(self._calls.values()):
             answer.cancel()
         self._socket.close()
         self._maps.close()
@@ -147,6 +148,8 @@ class ReceiverChannel:
         for _ in range(1 + RESENDS):
             move = self._fetch if order.carrier == "shared_memory" else self._push
             refused, num_bytes = await move(order, indices)
+            if max(refused, default=0) >= len(order.plan.slices):
+                raise SyncError(f"the receiver at {self.address} names slice {max(refused)} of {len(order.plan.slices)}")
             outcome.num_bytes += num_bytes
             if not refused:
                 return
@@ -207,7 +210,7 @@ class ReceiverChannel:
         request = next(self._requests)
         header = {"kind": kind, "request": request, "incarnation": version.incarnation, "version": version.version, **fields}
         answer: Answer = asyncio.get_running_loop().create_future()
-        self._calls[request] = answer
+        self._calls[request] = kind, answer
         answer.add_done_callback(lambda _: self._calls.pop(request, None))
         self._socket.send([pack(header)] if payload is None else [pack(header), payload])
         return answer
@@ -225,13 +228,16 @@ class ReceiverChannel:
         for frames in batch:
             try:
                 header = unpack(frames[0])
+                request = header.get("request")
+                kind, answer = (self._calls.get(request) if type(request) is int else None) or (None, None)
+                if kind is None or answer is None or answer.done():
+                    continue  # its caller gave up
+                check_reply(kind, header)
             except MalformedFrame:
-                continue  # no reply of ours: whoever waits for one runs into its deadline
-            request = header.get("request")
-            answer = self._calls.get(request) if type(request) is int else None
-            if answer is not None and not answer.done():
-                self._session = str(header.get("session", self._session))
-                answer.set_result(header)
+                self.bad_frames += 1  # no reply of ours: whoever waits for one runs into its deadline
+                continue
+            self._session = header["session"]
+            answer.set_result(header)
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

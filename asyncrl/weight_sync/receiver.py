@@ -31,13 +31,21 @@ from asyncrl.transport import security
 from asyncrl.weight_sync.plan import Plan
 from asyncrl.weight_sync.slots import SlotMaps
 from asyncrl.weight_sync.staging import Bytes, Pace, Staging, Superseded, check_plan, live_checksums
-from asyncrl.weight_sync.wire import Checksums, check_request, checksums_from_wire, checksums_to_wire, digest_of, pack, unpack
+from asyncrl.weight_sync.wire import (
+    CHECKSUM_BYTES,
+    Checksums,
+    check_request,
+    checksums_from_wire,
+    checksums_to_wire,
+    digest_of,
+    pack,
+    unpack,
+)
 
 log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
 _MAX_MESSAGE_BYTES = 2**32
 PORTS = range(20_000, 32_000)  # outside the ranges from which systems draw ports for outgoing connections
-CHECKSUM_BYTES = 4
 _Job = tuple[bytes, dict[str, Any], Bytes]
 
 

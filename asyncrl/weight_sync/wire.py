@@ -16,6 +16,7 @@ changes nothing, and those behind it that depend on it are refused in turn.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -42,7 +43,9 @@ ERRORS = frozenset(
         "failed",  # the server could not: shared memory gone, commit raised
     }
 )
+CHECKSUM_BYTES = 4
 _MAX_NUMBER = 2**63
+_VERSION = re.compile(r"[0-9]{1,19}\.[0-9]{1,19}")
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 Checksums = npt.NDArray[np.uint32]
 """CRC-32 of every slice, in plan order."""
@@ -75,12 +78,32 @@ def check_request(header: dict[str, Any]) -> None:
             raise MalformedFrame(f"{kind} needs another {name} than {header.get(name)!r:.40}")
 
 
+def check_reply(kind: Kind, header: dict[str, Any]) -> None:
+    """Raises MalformedFrame for a header that is no reply to a request of this kind."""
+    fields = _REFUSAL if "error" in header else _REPLIES.get(kind, {})
+    for name, is_right in {**_EVERY_REPLY, **fields}.items():
+        if not is_right(header.get(name)):
+            raise MalformedFrame(f"the reply to {kind} needs another {name} than {header.get(name)!r:.40}")
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_NUMBER
 
 
 def _is_text(value: Any) -> bool:
     return type(value) is str
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < _MAX_NUMBER
+
+
+def _are_checksums(value: Any) -> bool:
+    return type(value) is bytes and len(value) % CHECKSUM_BYTES == 0
+
+
+def _is_version(value: Any) -> bool:
+    return type(value) is str and _VERSION.fullmatch(value) is not None
 
 
 def _list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -97,11 +120,21 @@ _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "FETCH": {
         "slots": _list_of(_is_text),
         "slices": _or_none(_list_of(_is_count)),
-        "checksums": lambda value: type(value) is bytes,
-        "bytes_per_second": _or_none(lambda value: type(value) in (int, float) and 0 < value < _MAX_NUMBER),
+        "checksums": _are_checksums,
+        "bytes_per_second": _or_none(lambda value: _is_seconds(value) and value > 0),
     },
-    "BUCKET": {"first": _is_count, "count": _is_count, "checksums": lambda value: type(value) is bytes},
-    "COMMIT": {"kv_policy": lambda value: value in get_args(KvPolicy)},
+    "BUCKET": {"first": _is_count, "count": _is_count, "checksums": _are_checksums},
+    "COMMIT": {"kv_policy": lambda value: type(value) is str and value in get_args(KvPolicy)},
+}
+_EVERY_REPLY: dict[str, Callable[[Any], bool]] = {"request": _is_count, "session": _is_text}
+_REFUSAL: dict[str, Callable[[Any], bool]] = {"error": lambda value: type(value) is str and value in ERRORS, "text": _is_text}
+_MOVED: dict[str, Callable[[Any], bool]] = {"refused": _list_of(_is_count), "bytes": _is_count}
+_REPLIES: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "FETCH": _MOVED,
+    "BUCKET": _MOVED,
+    "COMMIT": {"pause_seconds": _is_seconds, "recompute_seconds": _is_seconds},
+    "DIGEST": {"checksums": _are_checksums},
+    "STATUS": {"committed": _or_none(_is_version), "begun": _or_none(_is_version), "digest": _or_none(_is_text)},
 }
 
 

@@ -31,6 +31,7 @@ from asyncrl.transport.security import Door, open_door
 from asyncrl.transport.values import pack_values
 
 ANSWER_MS = 1500
+LEASE_SECONDS = 1.0
 REQUESTS = {
     "rpc": [(1).to_bytes(8, "big"), *pack_values(["record", {"what": "a word"}])],
     "broker": [msgpack.packb(["receiver", "rollouts", 1])],
@@ -52,8 +53,8 @@ async def serve(run_dir: Path, address: str) -> None:
     door = open_door(run_dir, address)
     security.enter(door)
     recorded: list[str] = []
-    rpc = RpcServer({"record": lambda what: recorded.append(what) or len(recorded)})
-    broker = Broker(Exchange([topic()], lease_seconds=30), clock=SystemClock())
+    rpc = RpcServer({"record": lambda what: recorded.append(what) or len(recorded), "stats": lambda: stats()})
+    broker = Broker(Exchange([topic()], lease_seconds=LEASE_SECONDS), clock=SystemClock())
     receiver = WeightReceiver(StandInTarget(a_model()))
     front = HttpFront(SimpleNamespace(alive=True), None, model_path="none", token=door.token)  # type: ignore[arg-type]
     addresses = {
@@ -62,6 +63,11 @@ async def serve(run_dir: Path, address: str) -> None:
         "weights": receiver.start(),
         "http": door.known_as(await front.start(door.host)),
     }
+
+    def stats() -> dict[str, Any]:
+        executor = receiver._executor.status()
+        return {"rpc": rpc.stats, "broker": broker.stats(), "weights": {"malformed": receiver._malformed, **executor}}
+
     print(json.dumps(addresses), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     got_in = {

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 
-from asyncrl.errors import FrameError, PlanMismatch
+from asyncrl.errors import FrameError, MalformedFrame, PlanMismatch, SyncError, TransportError
 from asyncrl.messages import codec
+from asyncrl.protocols.weights import PolicyVersion
 from asyncrl.transport import blocks, envelopes, values, wire
+from asyncrl.transport.client import QueueReceiver, QueueSender
+from asyncrl.transport.rpc import call_once
 from asyncrl.weight_sync import receiver
 from asyncrl.weight_sync import wire as weights
+from asyncrl.weight_sync.channel import ReceiverChannel
 from asyncrl.weight_sync.plan import Plan, check_cover, merge, plan_rank
 from asyncrl.weight_sync.shards import local_shards
 from tests.chaos.garbage import Frames, Garbage, pack, resident_bytes
+from tests.end_to_end.runs import ROOT
 from tests.messages.samples import scored_group, trajectory
-from tests.weight_sync.stand_in import a_model
+from tests.weight_sync.stand_in import StagedModel, a_model
 
 MAX_BYTES = 1 << 20
 MESSAGES = [trajectory(), trajectory(3, 2, num_tokens=0), scored_group(), scored_group(2, lengths=(1, 0, 4))]
@@ -174,3 +186,160 @@ def test_a_million_of_them_leave_memory_as_it_was():
         grown = resident_bytes() - before
         print(f"{decoder.__name__}: {accepted} of {share} were messages, {grown / 1e6:.1f} MB more")
         assert grown < 4e6
+
+
+# ── sockets: a process with every kind of them, and strangers that shout at it ───────────────────────────────────────
+
+
+class Shouted:
+    """The process of `tests.chaos.doors` on loopback, where nobody is asked who he is."""
+
+    def __init__(self, run_dir: Path):
+        command = [sys.executable, "-W", "error", "-m", "tests.chaos.doors", "serve", str(run_dir), "127.0.0.1"]
+        self.log = run_dir / "errors.log"
+        with self.log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT
+            )
+        self.addresses: dict[str, str] = json.loads(self.process.stdout.readline())
+
+    def stats(self) -> dict[str, Any]:
+        return dict(call_once(self.addresses["rpc"], "stats", timeout=30))
+
+    def resident_bytes(self) -> int:
+        return resident_bytes(psutil.Process(self.process.pid))
+
+    def end(self) -> None:
+        assert self.process.poll() is None, self.log.read_text()
+        self.process.communicate("", timeout=60)
+        assert self.process.returncode == 0
+        assert self.log.read_text() == "", "nothing failed that nobody had thought of"
+
+
+@pytest.fixture
+def shouted(tmp_path):
+    served = Shouted(tmp_path)
+    yield served
+    served.end()
+
+
+def shout(address: str, garbage: Garbage, number: int, *, head: Frames, per_socket: int = 500) -> None:
+    """So many multiparts, from strangers that come and go; each has every second answer read. head: frames before those of the
+    garbage."""
+    with zmq.Context() as context:
+        for _ in range(-(-number // per_socket)):
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.setsockopt(zmq.LINGER, 5000)
+                stranger.connect(address)
+                for count in range(per_socket):
+                    stranger.send_multipart([*head, *(garbage.frames() or [b""])])
+                    if count % 8 == 0:
+                        while stranger.poll(0):
+                            stranger.recv_multipart()
+
+
+def corpus_of(kind: str) -> tuple[list[Frames], Frames]:
+    """(legal multiparts, what stands before them). Nobody says that a stream has ended: it would be believed."""
+    by_decoder = corpora()
+    if kind == "rpc":
+        return by_decoder[values_of_rpc], [b"12345678"]
+    if kind == "broker":
+        return [frames for frames in by_decoder[said_to_broker] if b"close" not in frames[0]] + [
+            [pack(["sender", "rollouts", "rollouter", 1])]
+        ] * 4, []
+    begin, plan, few = {"request": 1, "incarnation": 1, "version": 1}, a_plan(), b"\0" * 4
+    every = few * len(plan.slices)
+    said: list[dict[str, Any]] = [
+        {"kind": "BEGIN", "plan_id": plan.id, "plan": plan.to_wire()},
+        {"kind": "FETCH", "slots": ["asyncrl-nobody-r0-s0"], "slices": [0, 1], "checksums": every, "bytes_per_second": None},
+        {"kind": "COMMIT", "kv_policy": "keep"},
+        {"kind": "DIGEST"},
+        {"kind": "STATUS"},
+        {"kind": "CANCEL"},
+    ]
+    bucket = [pack({"kind": "BUCKET", "first": 0, "count": 1, "checksums": few, **begin}), b"\0" * plan.slices[0].num_bytes]
+    return [bucket, *([pack({**header, **begin})] for header in said)], []
+
+
+def shout_at(served: Shouted, kind: str, number: int, *, seed: int) -> None:
+    corpus, head = corpus_of(kind)
+    shout(served.addresses[kind], Garbage(seed, corpus), number, head=head)
+
+
+async def assert_still_serves(served: Shouted) -> None:
+    """Calls, messages and versions go through as if nothing had been."""
+    assert await asyncio.to_thread(call_once, served.addresses["rpc"], "record", timeout=10, what="ours") >= 1
+    sender = QueueSender(served.addresses["broker"], "rollouts", producer="rollouter", silence_seconds=20)
+    receiver = QueueReceiver(served.addresses["broker"], "rollouts", consumer="ours", heartbeat_seconds=0.2, silence_seconds=20)
+    await sender.send([trajectory(row=7_000)])
+    async with asyncio.timeout(30):
+        found = set()
+        while str(trajectory(row=7_000).id) not in found:
+            found |= {str(delivery.message.id) for delivery in await receiver.receive(max_items=64, timeout=5)}
+    sender.abandon()
+    receiver.abandon()
+    staged, channel = StagedModel(a_model(seed=1)), ReceiverChannel(served.addresses["weights"])
+    assert (await channel.update(staged.order(PolicyVersion(2**60, 1), carrier="zeromq"))).verified
+    await channel.close()
+    staged.remove()
+
+
+@pytest.mark.parametrize("kind", ["rpc", "broker", "weights"])
+async def test_a_socket_outlives_what_strangers_send(shouted, kind):
+    await asyncio.to_thread(shout_at, shouted, kind, 1500, seed=5)
+    await assert_still_serves(shouted)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["rpc", "broker", "weights"])
+async def test_a_hundred_thousand_of_them_leave_a_sockets_process_as_it_was(shouted, kind):
+    await asyncio.to_thread(shout_at, shouted, kind, 10_000, seed=6)
+    await assert_still_serves(shouted)
+    before, descriptors = shouted.resident_bytes(), psutil.Process(shouted.process.pid).num_fds()
+    await asyncio.to_thread(shout_at, shouted, kind, 90_000, seed=7)
+    stats = shouted.stats()
+    grown = shouted.resident_bytes() - before
+    print(f"{kind}: {grown / 1e6:.1f} MB more; {stats[kind]}")
+    assert grown < 10e6
+    assert psutil.Process(shouted.process.pid).num_fds() <= descriptors + 4
+    await assert_still_serves(shouted)
+
+
+def answering(frames: Frames, asked: bytes) -> Frames:
+    """A header among them becomes one that the other side waits for."""
+    try:
+        return [pack({**weights.unpack(frames[0]), "request": weights.unpack(asked)["request"]}), *frames[1:]]
+    except MalformedFrame:
+        return frames
+
+
+async def test_a_channel_outlives_what_stands_where_its_receiver_was():
+    """ParameterSync speaks to whoever has the address: answers that are none end the update, by its deadline at the latest."""
+    whole = {"session": "s", "ok": True, "refused": [], "bytes": 1, "pause_seconds": 0.1, "recompute_seconds": 0.0}
+    answers = Garbage(
+        9, [[pack({**whole, "checksums": b"\0" * 4 * len(a_plan().slices)})], [pack({"error": "failed", "text": "?"})]]
+    )
+    staged = StagedModel(a_model(seed=1))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
+        impostor.setsockopt(zmq.LINGER, 0)
+        address = f"tcp://127.0.0.1:{impostor.bind_to_random_port('tcp://127.0.0.1')}"
+        ended = threading.Event()
+
+        def answer() -> None:
+            while not ended.is_set():
+                if impostor.poll(50):
+                    peer, asked, *_ = impostor.recv_multipart()
+                    for _ in range(10):
+                        impostor.send_multipart([peer, *answering(answers.frames() or [b""], asked)])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        channel = ReceiverChannel(address)
+        for number in range(1, 40):
+            with pytest.raises((SyncError, TransportError, FrameError)):
+                await channel.update(staged.order(PolicyVersion(1, number), carrier="zeromq", timeout_seconds=0.1))
+        ended.set()
+        thread.join()
+        await channel.close()
+    staged.remove()
