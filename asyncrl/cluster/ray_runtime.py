@@ -35,6 +35,7 @@ from asyncrl.transport.keys import FOLDER as KEYS_FOLDER
 
 log = logging.getLogger(__name__)
 
+REACH_SECONDS = 5.0
 OPEN_SECONDS = 60.0  # Ray's own start takes 4 s, or 30 on a machine that is busy
 LEAVE_SECONDS = 20.0  # a healthy Ray ends in 1 s
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's smallest; no sample passes through it
@@ -98,6 +99,7 @@ class RayRuntime:
         return Janitor(self._spec.run_id, files=files, folders=[*folders, keys])
 
     def _join(self, address: str) -> None:
+        _refuse_where_nobody_listens(address)
         try:
             ray.init(
                 address=address,
@@ -235,6 +237,20 @@ def _ray_on_loopback() -> Iterator[None]:
         constants.ENABLE_RAY_CLUSTER = before
     if not is_loopback(address := ray.util.get_node_ip_address()):
         log.warning("Ray listens at %s: its own channels are only as safe as the network", address)
+
+
+def _refuse_where_nobody_listens(address: str) -> None:
+    """Ray itself tries for a minute and then raises an error that names no address. Raises RunError."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # "auto": Ray's to find
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
+    except OSError as error:
+        raise RunError(
+            f"cluster.ray_address is {address}, and nobody listens there ({error.strerror or error}): start a cluster with "
+            "`ray start --head`, give its address, or leave the key out to have one made for this run"
+        ) from error
 
 
 def _restore_environment(values: Mapping[str, str | None]) -> None:
