@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from asyncrl.engines.embedded.loop import EngineLoop
@@ -78,7 +79,12 @@ class HttpFront:
             ]
         )
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=REQUEST_SECONDS
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=2.0,
+            keepalive_timeout=REQUEST_SECONDS,
+            logger=_log_of_our_own_failures(),
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -226,6 +232,15 @@ async def _body(request: web.Request) -> Any:
         raise web.HTTPRequestTimeout from None
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
+
+
+def _log_of_our_own_failures() -> logging.Logger:
+    """For aiohttp, which logs bytes that are no request as an error of the server, with a traceback: whoever sends them could
+    fill the disk."""
+    logger = log.getChild("requests")
+    if not logger.filters:
+        logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+    return logger
 
 
 def _asks_for(token: str) -> Middleware:
