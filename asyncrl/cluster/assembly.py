@@ -88,7 +88,7 @@ def _parameter_sync(spec: RunSpec, row: Row, life: Life) -> Service:
         bytes_per_second=throttle * 1e6 if throttle is not None else None,
         timeout_seconds=sync.timeout_seconds,
     )
-    return ParameterSyncService(settings, connect=ReceiverChannel, clock=CLOCK)
+    return ParameterSyncService(settings, connect=ReceiverChannel, clock=CLOCK, record=Path(spec.run_dir) / "sync.jsonl")
 
 
 def _inference(spec: RunSpec, row: Row, life: Life) -> Service:
@@ -246,6 +246,7 @@ def _reward_front(spec: RunSpec, row: Row, life: Life) -> Service:
         limit_seconds=config.reward.timeout_seconds,
         num_functions=len(config.reward.functions),
         max_worker_deaths=config.reward.max_worker_deaths,
+        max_failed_groups=config.reward.max_failed_groups,
         clock=CLOCK,
     )
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
@@ -47,12 +48,12 @@ class RealFace:
 
     call = staticmethod(asyncio.to_thread)
 
-    def __init__(self, settings: SyncSettings):
-        self.model = a_model(seed=1)
+    def __init__(self, settings: SyncSettings, record: Path | None = None):
+        self.model, self.record = a_model(seed=1), record
         self.target = StandInTarget(self.model)
         self.receiver = WeightReceiver(self.target)
         self.settings = settings
-        self.service = ParameterSyncService(settings, connect=ReceiverChannel, clock=SystemClock())
+        self.service = self._service()
         self.publishers: list[ShmPublisher] = []
         self.run_id = f"test{os.getpid()}face{next(_runs)}"
 
@@ -69,7 +70,7 @@ class RealFace:
 
     async def start_service_again(self) -> None:
         """A new one at the old address, which knows the book and nothing else."""
-        self.service = ParameterSyncService(self.settings, connect=ReceiverChannel, clock=SystemClock())
+        self.service = self._service()
         async with asyncio.timeout(10):
             while True:
                 try:
@@ -79,7 +80,10 @@ class RealFace:
                     await asyncio.sleep(0.01)
         self.running = asyncio.create_task(self.service.run(self.book))
 
-    def publisher(self, incarnation: int = 1) -> WeightPublisher:
+    def _service(self) -> ParameterSyncService:
+        return ParameterSyncService(self.settings, connect=ReceiverChannel, clock=SystemClock(), record=self.record)
+
+    def publisher(self, incarnation: int = 1) -> ShmPublisher:
         self.publishers.append(
             ShmPublisher(
                 self.model.items(), run_id=self.run_id, address=self.address, incarnation=incarnation, bucket_bytes=600,

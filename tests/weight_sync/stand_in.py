@@ -31,7 +31,7 @@ class StandInTarget:
         self.commits: list[PolicyVersion] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.spoil = False
+        self.spoil, self.spoiled = False, 0
 
     def live(self) -> Mapping[str, torch.Tensor]:
         return self._live
@@ -41,6 +41,7 @@ class StandInTarget:
         for name, tensor in staged.items():
             live = self._live[name]
             live.data, tensor.data = tensor.data, live.data
+        self.spoiled += self.spoil
         if self.spoil:
             next(iter(self._live.values())).view(-1)[0] += 1
         self.commits.append(version)

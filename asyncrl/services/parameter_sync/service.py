@@ -24,6 +24,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -72,12 +73,13 @@ class SyncSettings:
 
 @dataclass
 class _Line:
-    """One server's address, channel and loops."""
+    """One server's address, channel and loops; `wrong`: the digest of live weights that are not those published."""
 
     weights: str
     channel: Channel
     loops: list[asyncio.Task[None]]
     update: asyncio.Task[Outcome] | None = None
+    wrong: tuple[PolicyVersion, str] | None = None
 
 
 class ParameterSyncService:
@@ -85,11 +87,12 @@ class ParameterSyncService:
 
     name = "parameter_sync"
 
-    def __init__(self, settings: SyncSettings, *, connect: Callable[[str], Channel], clock: Clock):
+    def __init__(self, settings: SyncSettings, *, connect: Callable[[str], Channel], clock: Clock, record: Path | None = None):
+        """record: the file of what happened to each version, which one that was started again goes on with."""
         self._settings, self._connect, self._clock = settings, connect, clock
         self._session = secrets.token_hex(8)  # of this process: views are numbered anew in each
         self._fleet = FleetState(silence_seconds=settings.silence_seconds)
-        self._stats = SyncStats()
+        self._stats = SyncStats(record)
         self._lines: dict[str, _Line] = {}
         self._parts: dict[int, tuple[RankPlan, tuple[str, ...]]] = {}
         self._plan: Plan | None = None
@@ -265,11 +268,18 @@ class ParameterSyncService:
         self._fleet.holds(name, version)
         if version is None or not self._fleet.may_adopt(name, version):
             return
-        if self._settings.verify and status.get("digest") != self._digest(version.version):
+        if self._settings.verify and status["digest"] != self._digest(version.version):
+            self._on_other_weights(name, line, version, status["digest"])
             return
         self._fleet.adopt(name, version, self._clock.now())
-        self._stats.adopted(version, verified=self._settings.verify)
+        self._stats.adopted(version, server=name, verified=self._settings.verify)
         log.info("%s holds %s already", name, version)
+
+    def _on_other_weights(self, name: str, line: _Line, version: PolicyVersion, digest: str | None) -> None:
+        """What is live there is not what was published, or nobody has looked yet (None): it is sent again."""
+        if digest is not None and line.wrong != (version, digest):
+            line.wrong = version, digest
+            self._stats.unverified(version, server=name)
 
     def _digest(self, version: int) -> str:
         """Of a version that lies in a slot, as its publisher took it."""
@@ -291,7 +301,7 @@ class ParameterSyncService:
         progress = Progress(
             refused=lambda count: self._on_refused(transfer, count),
             transferred=lambda: self._on_transferred(transfer),
-            unverified=self._stats.unverified,
+            unverified=lambda: self._stats.unverified(transfer.version, server=transfer.server),
         )
         line.update = asyncio.create_task(line.channel.update(self._order(transfer, line), progress))
         try:
@@ -331,7 +341,7 @@ class ParameterSyncService:
         )
 
     def _on_refused(self, transfer: Transfer, count: int) -> None:
-        self._stats.refused_slices += count
+        self._stats.refused(transfer.version, server=transfer.server, slices=count)
         self._fleet.refused(transfer)
         log.error("%s: %d slices of %s arrived wrong; sent again", transfer.server, count, transfer.version)
         self._notify()
@@ -341,7 +351,7 @@ class ParameterSyncService:
         self._notify()
 
     def _on_failed(self, transfer: Transfer, line: _Line, error: Exception) -> None:
-        self._stats.failed_updates += 1
+        self._stats.failed(transfer.version, server=transfer.server, reason=f"{type(error).__name__}: {error}")
         if isinstance(error, DeadlineExceeded):
             line.channel.cancel(transfer.version)
         self._fleet.fail(transfer, f"{type(error).__name__}: {error}", self._clock.now())
@@ -352,9 +362,10 @@ class ParameterSyncService:
             return
         self._stats.confirmed(
             transfer.version,
-            pause_seconds=outcome.pause_seconds,
-            transfer_seconds=outcome.transfer_seconds,
-            num_bytes=outcome.num_bytes,
+            server=transfer.server,
+            pause_ms=outcome.pause_seconds * 1e3,
+            transfer_ms=outcome.transfer_seconds * 1e3,
+            bytes=outcome.num_bytes,
         )
 
     # Waiting and ending

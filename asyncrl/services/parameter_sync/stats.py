@@ -1,70 +1,80 @@
-"""Figures of the updates: pause and transfer apart, over (server, version); a version counts once, whoever took it."""
+"""Figures of the updates: pause and transfer apart, over (server, version); a version counts once, whoever took it.
+
+Every event is a line of `sync.jsonl` first, so that the figures are those of the whole run, however often its ParameterSync was
+started again: {"event": "published" | "confirmed" | "adopted" | "unverified" | "refused" | "failed", "version": "1.7", …}.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import orjson
+
 from asyncrl.protocols.weights import PolicyVersion
+from asyncrl.services.json_lines import keep_lines, read_lines
+
+log = logging.getLogger(__name__)
 
 
 class SyncStats:
     """The first version of every incarnation (the one that verifies the servers at start) is left out of all counts but
     `verified` and `refused`: count = published versions that a server confirmed; skipped = published ones that none did and
-    none will, because a newer one was confirmed."""
+    none will, because a newer one was confirmed. record: the file of the events, which is gone on with; None keeps none."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: Path | None = None) -> None:
+        self._record = record
         self._first: dict[int, int] = {}
         self._published: set[PolicyVersion] = set()
         self._confirmed: set[PolicyVersion] = set()
+        self._newest = PolicyVersion(0, 0)  # that a server confirmed, a first one included
         self._pauses_ms: list[float] = []
         self._transfers_ms: list[float] = []
         self._num_bytes = 0
-        self._unverified = 0
+        self._num_unverified = 0
         self._latest: dict[str, float] = {}
-        self.refused_slices = 0
-        self.failed_updates = 0
+        self._refused_slices = 0
+        self._failed_updates = 0
+        if record is not None:
+            keep_lines(record, lambda line: True)  # one that a crash tore would spoil the next
+            for line in read_lines(record):
+                self._count(line)
 
     def published(self, version: PolicyVersion) -> None:
-        self._first.setdefault(version.incarnation, version.version)
-        if self._counts(version):
-            self._published.add(version)
+        """Every rank has staged `version`."""
+        self._note("published", version)
 
-    def confirmed(self, version: PolicyVersion, *, pause_seconds: float, transfer_seconds: float, num_bytes: int) -> None:
-        """A server holds `version` live."""
-        if not self._counts(version):
-            return
-        self._confirmed.add(version)
-        self._pauses_ms.append(pause_seconds * 1e3)
-        self._transfers_ms.append(transfer_seconds * 1e3)
-        self._num_bytes += num_bytes
-        newest = max(self._published, default=version)
-        self._latest = {
-            "sync/pause_ms": pause_seconds * 1e3,
-            "sync/transfer_ms": transfer_seconds * 1e3,
-            "sync/bytes": float(num_bytes),
-            "sync/version_lag": float(newest.version - version.version),
-        }
+    def confirmed(self, version: PolicyVersion, **cost: float | int | str) -> None:
+        """A server holds `version` live. cost: server, pause_ms, transfer_ms, bytes."""
+        self._note("confirmed", version, **cost)
 
-    def adopted(self, version: PolicyVersion, *, verified: bool) -> None:
+    def adopted(self, version: PolicyVersion, *, server: str, verified: bool) -> None:
         """A server was found to hold `version` live, which an earlier process of this service had brought there."""
-        if self._counts(version):
-            self._confirmed.add(version)
+        self._note("adopted", version, server=server)
         if not verified:
-            self.unverified()
+            self.unverified(version, server=server)
 
-    def unverified(self) -> None:
+    def unverified(self, version: PolicyVersion, *, server: str) -> None:
         """A server made a version live, or may have, whose digest was not found to be the publisher's: `verified` is false from
         now on."""
-        self._unverified += 1
+        self._note("unverified", version, server=server)
+
+    def refused(self, version: PolicyVersion, *, server: str, slices: int) -> None:
+        """So many slices arrived wrong, and are sent again."""
+        self._note("refused", version, server=server, slices=slices)
+
+    def failed(self, version: PolicyVersion, *, server: str, reason: str) -> None:
+        """A try to bring `version` to a server ended without a confirmation."""
+        self._note("failed", version, server=server, reason=reason)
 
     def latest(self) -> dict[str, float]:
         """Flat metrics of the last confirmation; empty before the first that counts."""
         return dict(self._latest)
 
     def summary(self) -> dict[str, Any]:
-        newest = max(self._confirmed, default=PolicyVersion(0, 0))
         return {
             "count": len(self._confirmed),
             "pause_ms": {
@@ -74,14 +84,56 @@ class SyncStats:
             },
             "transfer_ms": {"p50": quantile(self._transfers_ms, 0.5), "p99": quantile(self._transfers_ms, 0.99)},
             "bytes": self._num_bytes,
-            "skipped": sum(1 for version in self._published - self._confirmed if version < newest),
-            "verified": bool(self._first) and self._unverified == 0,
-            "refused_slices": self.refused_slices,
-            "failed_updates": self.failed_updates,
+            "skipped": sum(1 for version in self._published - self._confirmed if version < self._newest),
+            "verified": bool(self._first) and self._num_unverified == 0,
+            "refused_slices": self._refused_slices,
+            "failed_updates": self._failed_updates,
         }
 
-    def _counts(self, version: PolicyVersion) -> bool:
-        return self._first.get(version.incarnation) != version.version
+    def _note(self, event: str, version: PolicyVersion, **more: float | int | str) -> None:
+        line = {"event": event, "version": str(version), **more}
+        if self._record is not None:
+            try:
+                with self._record.open("ab") as lines:
+                    lines.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+            except OSError as error:  # figures are no reason to end a run
+                log.error("%s is not kept any more (%s): figures will be lost with this process", self._record, error)
+                self._record = None
+        self._count(line)
+
+    def _count(self, line: Mapping[str, Any]) -> None:
+        version = PolicyVersion.parse(line["version"])
+        counts = self._first.get(version.incarnation) != version.version
+        if line["event"] in ("confirmed", "adopted"):
+            self._newest = max(self._newest, version)
+        match line["event"]:
+            case "published" if version.incarnation not in self._first:
+                self._first[version.incarnation] = version.version
+            case "published" if counts:
+                self._published.add(version)
+            case "adopted" if counts:
+                self._confirmed.add(version)
+            case "confirmed" if counts:
+                self._count_confirmation(version, line)
+            case "unverified":
+                self._num_unverified += 1
+            case "refused":
+                self._refused_slices += line["slices"]
+            case "failed":
+                self._failed_updates += 1
+
+    def _count_confirmation(self, version: PolicyVersion, line: Mapping[str, Any]) -> None:
+        self._confirmed.add(version)
+        self._pauses_ms.append(line["pause_ms"])
+        self._transfers_ms.append(line["transfer_ms"])
+        self._num_bytes += line["bytes"]
+        newest = max(self._published, default=version)
+        self._latest = {
+            "sync/pause_ms": line["pause_ms"],
+            "sync/transfer_ms": line["transfer_ms"],
+            "sync/bytes": float(line["bytes"]),
+            "sync/version_lag": float(newest.version - version.version),
+        }
 
 
 def quantile(values: Sequence[float], share: float) -> float:
