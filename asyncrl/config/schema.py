@@ -160,6 +160,9 @@ class RewardConfig(Section):
         10.0, gt=0, description="Time limit of one call; past it the sample failed, and the worker is free again."
     )
     min_scored: Whole = Field(2, ge=1, description="A group with fewer scored members than this failed.")
+    max_failed_groups: Whole = Field(
+        256, ge=0, description="So many groups that failed in a row, none scored in between, end the run; 0 never does."
+    )
     max_worker_deaths: Whole = Field(
         2, ge=1, description="A sample that this many workers died with is a failed sample; until then it is handed out again."
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.clock import SystemClock
-from asyncrl.errors import IllegalTransition, RemoteError, StreamClosed
+from asyncrl.errors import IllegalTransition, RemoteError, RunError, StreamClosed
 from asyncrl.messages import ScoredGroup
 from asyncrl.protocols import Delivery
 from asyncrl.rewards import FunctionSpec
@@ -81,7 +81,8 @@ class Ends:
 class Bench:
     """A front with workers, over real sockets."""
 
-    def __init__(self, functions, *, limit_seconds=0.5, min_scored=2):
+    def __init__(self, functions, *, limit_seconds=0.5, min_scored=2, max_failed_groups=0):
+        self.max_failed_groups = max_failed_groups
         self.rollouts, self.scored, self.ledger, self.tracker = Rollouts(), Scored(), Ends(), MemoryTracker()
         self.kept = []
         self.parts = FrontParts(self.rollouts, self.scored, self.ledger, self.tracker, self.kept.append)
@@ -95,6 +96,7 @@ class Bench:
             min_scored=self.min_scored,
             limit_seconds=self.limit,
             num_functions=len(self.functions),
+            max_failed_groups=self.max_failed_groups,
             clock=SystemClock(),
         )
 
@@ -193,6 +195,23 @@ async def test_a_group_with_too_few_scores_ends_in_the_ledger():
         assert [failed.id for failed in b.kept] == [end.id]
         assert await b.client.call("in_flight", timeout=5.0) == []
         assert b.scored.groups == []
+
+
+async def test_a_reward_that_scores_nothing_ends_the_run_and_one_score_is_enough_to_go_on():
+    b = await Bench([SYNC], max_failed_groups=3).begin()
+    run = b.tasks[0]
+    for number in range(2):
+        b.rollouts.feed(*group(number, "none", "none"))
+    b.rollouts.feed(*group(2, "ok:1", "ok:2"))
+    for number in range(3, 5):
+        b.rollouts.feed(*group(number, "none", "none"))
+    await until(lambda: len(b.ledger.ends) == 4)
+    assert not run.done()
+    b.rollouts.feed(*group(5, "none", "none"))
+    with pytest.raises(RunError, match=r"3 groups in a row failed .*reward.max_failed_groups.* the last, 0/5/0"):
+        await asyncio.wait_for(run, 20)
+    b.tasks.remove(run)
+    await b.end()
 
 
 async def test_copies_are_dropped():

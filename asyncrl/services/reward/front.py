@@ -83,6 +83,7 @@ class RewardFront:
         limit_seconds: float,
         num_functions: int,
         max_worker_deaths: int = 2,
+        max_failed_groups: int = 0,
         clock: Clock,
         connect: Callable[[str], Link] = RpcClient,
     ):
@@ -90,6 +91,7 @@ class RewardFront:
         self._call_seconds = num_functions * (limit_seconds + 1.0)
         self._assembler = GroupAssembler(min_scored)
         self._dispatcher = Dispatcher(max_worker_deaths)
+        self._max_failed_groups, self._failed_in_a_row = max_failed_groups, 0
         self._deaths = f"its worker died {max_worker_deaths} times while scoring it"
         self._incarnation = uuid.uuid4().hex
         self._meter = ScoreMeter(clock)
@@ -316,12 +318,24 @@ class RewardFront:
         for group in self._assembler.take_closed():
             self._held[group.id] = None
             if isinstance(group, ScoredGroup):
+                self._failed_in_a_row = 0
                 self._scored.put(group)
             else:
+                self._failed_in_a_row += 1
                 self._failed.put(group)
+                self._end_where_nothing_is_scored(group)
         if ended:
             self._scored.end()
             self._failed.end()
+
+    def _end_where_nothing_is_scored(self, group: FailedGroup) -> None:
+        if not self._max_failed_groups or self._failed_in_a_row != self._max_failed_groups:
+            return
+        self._crash = RunError(
+            f"{self._failed_in_a_row} groups in a row failed, and none was scored (reward.max_failed_groups); the last, "
+            f"{group.id}: {group.reason}; read them with `asyncrl samples RUN --state failed`, and mend the reward or the generation"
+        )
+        self._crashed.set()
 
     def _release(self, groups: Sequence[ScoredGroup | FailedGroup]) -> None:
         for group in groups:
