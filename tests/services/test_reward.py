@@ -208,7 +208,7 @@ async def test_a_reward_that_scores_nothing_ends_the_run_and_one_score_is_enough
     await until(lambda: len(b.ledger.ends) == 4)
     assert not run.done()
     b.rollouts.feed(*group(5, "none", "none"))
-    with pytest.raises(RunError, match=r"3 groups in a row failed .*reward.max_failed_groups.* the last, 0/5/0"):
+    with pytest.raises(RunError, match=r"3 groups in a row failed, .*reward.max_failed_groups.* the last, 0/5/0"):
         await asyncio.wait_for(run, 20)
     b.tasks.remove(run)
     await b.end()

@@ -333,7 +333,8 @@ class RewardFront:
             return
         self._crash = RunError(
             f"{self._failed_in_a_row} groups in a row failed, and none was scored (reward.max_failed_groups); the last, "
-            f"{group.id}: {group.reason}; read them with `asyncrl samples RUN --state failed`, and mend the reward or the generation"
+            f"{group.id}: {group.reason}; read them with `asyncrl samples RUN --state failed`, and mend the reward or the "
+            "generation"
         )
         self._crashed.set()
 
