@@ -14,7 +14,7 @@ from typing import IO, Any
 import pytest
 
 from asyncrl.transport.keys import FOLDER, make_keys
-from tests.end_to_end.runs import ROOT
+from tests.end_to_end.runs import QUICKSTART, ROOT, SHORT, until
 
 HERE, THERE = "10.213.7.1", "10.213.7.2"
 NOTHING = {"rpc": False, "broker": False, "weights": False}
@@ -111,3 +111,41 @@ def test_on_loopback_nobody_gets_there_and_nothing_is_asked(network, tmp_path):
     assert network.call(network.there, from_outside, "nobody", tmp_path) == {**NOTHING, "http": None}
     assert network.call(network.here, served.addresses, "nobody", tmp_path) == {**dict.fromkeys(NOTHING, True), "http": 200}
     assert served.end()["recorded"] == ["a word"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_whole_run_beyond_loopback_is_its_owners_alone(network, tmp_path):
+    """Launched in one namespace, asked from the other: with the keys as from here, without them in vain."""
+    run = tmp_path / "run"
+    sets = (*SHORT, "training.steps=60", f"cluster.bind_address={HERE}", f"tracking.mlflow.uri=sqlite:///{tmp_path}/mlflow.db")
+    options = [text for value in sets for text in ("--set", value)]
+    command = ["-m", "asyncrl.cli", "launch", str(QUICKSTART), "--run-dir", str(run), *options]
+    output = tmp_path / "output.txt"
+    with output.open("w") as out:
+        launched = network.start(network.here, *command, cwd=tmp_path, stdin=None, stdout=out, stderr=subprocess.STDOUT)
+    metrics = run / "metrics.jsonl"
+    until(lambda: launched.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2), 120, "a step")
+    assert launched.poll() is None, output.read_text()
+
+    def asks(name: str, *more: str) -> tuple[int, str]:
+        command = ["-m", "asyncrl.cli", name, str(run), *more]
+        with network.start(network.there, *command, cwd=tmp_path, stderr=subprocess.STDOUT) as asked:
+            text, _ = asked.communicate(timeout=90)
+        return asked.returncode, text
+
+    code, text = asks("status", "--json")
+    assert code == 0
+    assert {row["state"] for row in json.loads(text)["services"]}.isdisjoint({"SILENT", "STARTING"})
+    assert asks("audit")[0] == 0
+    addresses = json.loads((run / "run.json").read_text())
+    assert addresses["rpc"].startswith(f"tcp://{HERE}:")
+    key = run / FOLDER / "client.json"
+    key.chmod(0o644)
+    code, text = asks("stop")
+    assert (code, "may be read or changed by others" in text) == (2, True)
+    key.chmod(0o600)
+    assert launched.wait(300) == 0, output.read_text()
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+    assert not (run / FOLDER).exists()
+    assert asks("audit")[0] == 0

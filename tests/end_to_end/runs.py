@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,17 @@ def processes_with_open_files_under(folder: Path) -> Iterator[psutil.Process]:
                 yield process
         except psutil.Error:
             continue
+
+
+def listening_at(run: Launched) -> set[str]:
+    """Addresses at which processes of the run, Ray's included, take connections."""
+    mark, own = f"ASYNCRL_RUN_ID={run.started['run_id']}".encode(), {run.process.pid}
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                own.update((process.pid, *(child.pid for child in process.children(recursive=True))))
+    found = [connection for connection in psutil.net_connections("inet") if connection.pid in own]
+    return {each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN}
 
 
 def kill_tree(pid: int) -> None:

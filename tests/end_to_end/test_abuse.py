@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from asyncrl.transport.rpc import call_once
-from tests.end_to_end.runs import Launched, leftovers, pids_of, until
+from tests.end_to_end.runs import Launched, leftovers, listening_at, pids_of, until
 from tests.end_to_end.test_short_runs import assert_sound
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
@@ -38,6 +38,7 @@ WEIGHTS = ("BEGIN", "FETCH", "BUCKET", "DIGEST", "STATUS", [1], None)
 def test_garbage_on_every_port_changes_nothing(tmp_path: Path) -> None:
     run = Launched(tmp_path / "run", "training.steps=60")
     run.until_step(2)
+    assert listening_at(run) == {"127.0.0.1"}
     with ThreadPoolExecutor(16) as strangers, ExitStack() as open_until_the_end:
         shouts = [strangers.submit(shout, random.Random(seed), *where) for seed, where in enumerate(ports(run))]
         for heard in shouts:
