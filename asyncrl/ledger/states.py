@@ -287,7 +287,9 @@ class Attempts:
         self._ends[state].add(id)
         self._ended[state] += 1
         self._count_reason(state, transition.reason)
-        if state == "failed" and transition.step is None and transition.reason != TRAINING_OVER:
+        if state != "failed":
+            self.failures_by_row.pop(id.row, None)
+        elif transition.step is None and transition.reason != TRAINING_OVER:
             self.failures_by_row[id.row] = self.failures_by_row.get(id.row, 0) + 1
         self._events.append(End(id, state, transition.reason, _next_attempt(id) in self._asked))
 

@@ -87,7 +87,8 @@ class ReturnedGroup:
 class Resumption:
     """Where a rollouter that has just started goes on. `seq`: the `since` of its first watch; `cursor`: None where nothing was
     drawn yet; `live`: in flight with every member in the queue's or the Reward front's hands, or queued; `returned`: to be
-    generated again, first in line; `owed`: reissues asked for and not dispatched; `failures_by_row`: failed attempts so far."""
+    generated again, first in line; `owed`: reissues asked for and not dispatched; `failures_by_row`: attempts that failed in a
+    row."""
 
     seq: int
     finished_steps: int

@@ -238,3 +238,12 @@ def test_failures_are_counted_by_row_when_they_are_the_rows_own():
     attempts.finish_step(StepRecord(1, 0, (End(id_of(3), "failed", "non-finite loss"),)))
     attempts.finish_training(0)
     assert attempts.failures_by_row == {1: 2}
+
+
+def test_an_attempt_that_was_scored_begins_its_rows_count_of_failures_anew():
+    attempts = queued(1, 2)
+    attempts.end([End(id_of(1), "failed", "too few scored", reissue=True), End(id_of(2), "failed", "too few scored")])
+    attempts.dispatch([Dispatch(id_of(1, 1), 0)], cursor(2))
+    attempts.queue([id_of(1, 1)])
+    attempts.finish_step(StepRecord(1, 0, (End(id_of(1, 1), "trained"),)))
+    assert attempts.failures_by_row == {2: 1}
