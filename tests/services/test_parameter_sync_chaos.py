@@ -53,7 +53,8 @@ class Chaos:
 
     async def harm(self) -> None:
         match self.random.choice(["nothing", "flip", "hold", "restart", "spoil", "lose service", "lose service", "trainer"]):
-            case "flip":
+            case "flip":  # once the checksums are taken: before, it would be another version
+                await self.face.call(self.publisher._finish_underway)
                 memory = self.publisher._slots[self.random.randrange(2)].memory
                 at = self.random.randrange(1500)
                 memory[at] ^= 255
