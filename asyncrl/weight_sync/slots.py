@@ -29,7 +29,7 @@ def slot_name(run_id: str, rank: int, slot: int) -> str:
 
 
 def create_slot(name: str, num_bytes: int) -> mmap.mmap:
-    """A new file of zeros, its memory reserved at once. One of that name from an earlier start is replaced, not reused:
+    """A new file of zeros, its memory reserved at once. One of that name, which a killed trainer left, is replaced, not reused:
     whoever still reads that one keeps its bytes."""
     path = SHARED_MEMORY / name
     path.unlink(missing_ok=True)

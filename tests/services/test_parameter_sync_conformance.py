@@ -131,6 +131,18 @@ async def test_versions_must_grow(face):
         await face.call(publisher.acquire, 3)
 
 
+async def test_a_publisher_that_announces_itself_again_changes_nothing(face):
+    publisher = await registered(face)
+    for version in (0, 1):
+        await publish(face, publisher, version)
+        await see(face, lambda view, version=version: view.confirmed == version)
+    before = await face.fleet.watch(-1, 5.0)
+    await face.call(publisher.reannounce)
+    assert await face.fleet.watch(before.seq, 0.1) == before
+    await publish(face, publisher, 2)
+    await see(face, lambda view: view.confirmed == 2)
+
+
 async def test_a_restarted_server_leaves_traffic_until_it_has_the_current_version(face):
     publisher = await registered(face)
     await publish(face, publisher, 0)

@@ -282,6 +282,21 @@ def test_totals_go_on_in_a_later_start_idleness_too(tmp_path):
     virtual(story())
 
 
+def test_a_rank_that_is_asked_to_announces_itself_again_once_it_has_anything(tmp_path):
+    async def story():
+        world = world_of(tmp_path, steps=3, training={"groups_per_step": 2})
+        await world.service.reannounce()
+        assert not world.publisher.reannounced
+        running = asyncio.create_task(world.run())
+        await asyncio.sleep(0.5)
+        await world.service.reannounce()
+        assert world.publisher.reannounced
+        await world.service.stop()
+        await running
+
+    virtual(story())
+
+
 def test_held_groups_are_those_of_the_pool_and_of_the_step_that_is_made(tmp_path):
     async def story():
         world = world_of(tmp_path, steps=3, training={"groups_per_step": 2})

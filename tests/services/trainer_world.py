@@ -91,11 +91,14 @@ class ListPublisher:
     """Remembers what was staged; every version is confirmed at once."""
 
     def __init__(self) -> None:
-        self.registered = self.closed = False
+        self.registered = self.reannounced = self.closed = False
         self.staged: list[tuple[int, int]] = []
 
     def register(self) -> None:
         self.registered = True
+
+    def reannounce(self) -> None:
+        self.reannounced = True
 
     def acquire(self, version: int) -> int:
         return version % 2
