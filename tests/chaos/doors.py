@@ -2,8 +2,9 @@
 
 python -m tests.chaos.doors serve RUN_DIR ADDRESS     every kind of socket of a run; one line of addresses; at the end of its
                                                       input one line with what got in
-python -m tests.chaos.doors call ADDRESSES WHO        tries them all, one line with what came out; WHO: a run directory whose
-                                                      keys it uses, or "nobody", "own-key", "other-server" + RUN_DIR
+python -m tests.chaos.doors call ADDRESSES RUN_DIR WHO …
+                                                      tries them all; one line with what came out for each WHO: the "owner" of
+                                                      the keys, "nobody", one with his "own-key", or of an "other-server"
 python -m tests.chaos.doors dawdle ADDRESSES NUMBER   so many connections to each that say half a greeting, or nothing
 """
 
@@ -30,11 +31,11 @@ from asyncrl.transport.keys import new_keys, read_keys
 from asyncrl.transport.security import Door, open_door
 from asyncrl.transport.values import pack_values
 
-ANSWER_MS = 1500
+ANSWER_MS = 1000
 LEASE_SECONDS = 1.0
 REQUESTS = {
     "rpc": [(1).to_bytes(8, "big"), *pack_values(["record", {"what": "a word"}])],
-    "broker": [msgpack.packb(["receiver", "rollouts", 1])],
+    "broker": [msgpack.packb(["receiver", "rollouts", "somebody", 1])],
     "weights": [msgpack.packb({"kind": "STATUS", "request": 1, "incarnation": 0, "version": 0})],
 }
 HALF_A_GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03"
@@ -136,7 +137,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["serve", run_dir, address]:
             asyncio.run(serve(Path(run_dir), address))
-        case ["call", addresses, who, run_dir]:
-            print(json.dumps(call(json.loads(addresses), door_of(who, run_dir))), flush=True)
+        case ["call", addresses, run_dir, *everybody]:
+            print(json.dumps([call(json.loads(addresses), door_of(who, run_dir)) for who in everybody]), flush=True)
         case ["dawdle", addresses, number]:
             dawdle(json.loads(addresses), int(number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -32,7 +33,10 @@ from tests.end_to_end.runs import ROOT
 from tests.messages.samples import scored_group, trajectory
 from tests.weight_sync.stand_in import StagedModel, a_model
 
+LATER = itertools.count(2**40)  # versions that no garbage begins: it has another incarnation or another version, not both
 MAX_BYTES = 1 << 20
+MARK = bytes((0x7F, 1, 2, 3, 4, 5, 6, 7))
+MARK_NUMBER = int.from_bytes(MARK, "big")  # msgpack has it in these bytes
 MESSAGES = [trajectory(), trajectory(3, 2, num_tokens=0), scored_group(), scored_group(2, lengths=(1, 0, 4))]
 
 
@@ -213,7 +217,8 @@ class Shouted:
         assert self.process.poll() is None, self.log.read_text()
         self.process.communicate("", timeout=60)
         assert self.process.returncode == 0
-        assert self.log.read_text() == "", "nothing failed that nobody had thought of"
+        failures = [line for line in self.log.read_text().splitlines() if "a peer is silent" not in line]
+        assert failures == [], "nothing failed that nobody had thought of"
 
 
 @pytest.fixture
@@ -223,33 +228,34 @@ def shouted(tmp_path):
     served.end()
 
 
-def shout(address: str, garbage: Garbage, number: int, *, head: Frames, per_socket: int = 500) -> None:
-    """So many multiparts, from strangers that come and go; each has every second answer read. head: frames before those of the
-    garbage."""
+def shout(address: str, garbage: Garbage, number: int, *, head: Frames, last: Frames, per_socket: int = 500) -> None:
+    """So many multiparts, from strangers that come and go. Each leaves when its `last` word has been answered, so that what they
+    said has been read. head: frames before those of the garbage."""
     with zmq.Context() as context:
-        for _ in range(-(-number // per_socket)):
+        for _ in range(number // per_socket):
             with context.socket(zmq.DEALER) as stranger:
-                stranger.setsockopt(zmq.LINGER, 5000)
+                stranger.setsockopt(zmq.LINGER, 0)
                 stranger.connect(address)
-                for count in range(per_socket):
+                for _ in range(per_socket):
                     stranger.send_multipart([*head, *(garbage.frames() or [b""])])
-                    if count % 8 == 0:
-                        while stranger.poll(0):
-                            stranger.recv_multipart()
+                stranger.send_multipart(last)
+                while not any(MARK in frame for frame in stranger.recv_multipart()):
+                    assert stranger.poll(20_000), "the last word is not answered"
 
 
-def corpus_of(kind: str) -> tuple[list[Frames], Frames]:
-    """(legal multiparts, what stands before them). Nobody says that a stream has ended: it would be believed."""
+def corpus_of(kind: str) -> tuple[list[Frames], Frames, Frames]:
+    """(legal multiparts, what stands before them, a last word whose answer has MARK in it). Nobody says that a stream has ended:
+    it would be believed."""
     by_decoder = corpora()
     if kind == "rpc":
-        return by_decoder[values_of_rpc], [b"12345678"]
+        return by_decoder[values_of_rpc], [b"12345678"], [MARK, pack(["nobody's", {}])]
     if kind == "broker":
-        return [frames for frames in by_decoder[said_to_broker] if b"close" not in frames[0]] + [
-            [pack(["sender", "rollouts", "rollouter", 1])]
-        ] * 4, []
+        said = [frames for frames in by_decoder[said_to_broker] if b"close" not in frames[0]]
+        opening = [[pack(["sender", "rollouts", "rollouter", 1])]] * 4
+        return said + opening, [], [pack(["receiver", "rollouts", "stranger", MARK_NUMBER])]
     begin, plan, few = {"request": 1, "incarnation": 1, "version": 1}, a_plan(), b"\0" * 4
     every = few * len(plan.slices)
-    said: list[dict[str, Any]] = [
+    headers: list[dict[str, Any]] = [
         {"kind": "BEGIN", "plan_id": plan.id, "plan": plan.to_wire()},
         {"kind": "FETCH", "slots": ["asyncrl-nobody-r0-s0"], "slices": [0, 1], "checksums": every, "bytes_per_second": None},
         {"kind": "COMMIT", "kv_policy": "keep"},
@@ -258,12 +264,13 @@ def corpus_of(kind: str) -> tuple[list[Frames], Frames]:
         {"kind": "CANCEL"},
     ]
     bucket = [pack({"kind": "BUCKET", "first": 0, "count": 1, "checksums": few, **begin}), b"\0" * plan.slices[0].num_bytes]
-    return [bucket, *([pack({**header, **begin})] for header in said)], []
+    last = [pack({"kind": "DIGEST", **begin, "request": MARK_NUMBER})]
+    return [bucket, *([pack({**header, **begin})] for header in headers)], [], last
 
 
 def shout_at(served: Shouted, kind: str, number: int, *, seed: int) -> None:
-    corpus, head = corpus_of(kind)
-    shout(served.addresses[kind], Garbage(seed, corpus), number, head=head)
+    corpus, head, last = corpus_of(kind)
+    shout(served.addresses[kind], Garbage(seed, corpus), number, head=head, last=last)
 
 
 async def assert_still_serves(served: Shouted) -> None:
@@ -279,15 +286,15 @@ async def assert_still_serves(served: Shouted) -> None:
     sender.abandon()
     receiver.abandon()
     staged, channel = StagedModel(a_model(seed=1)), ReceiverChannel(served.addresses["weights"])
-    assert (await channel.update(staged.order(PolicyVersion(2**60, 1), carrier="zeromq"))).verified
+    assert (await channel.update(staged.order(PolicyVersion(2**63 - 1, next(LATER)), carrier="zeromq"))).verified
     await channel.close()
     staged.remove()
 
 
-@pytest.mark.parametrize("kind", ["rpc", "broker", "weights"])
-async def test_a_socket_outlives_what_strangers_send(shouted, kind):
-    await asyncio.to_thread(shout_at, shouted, kind, 1500, seed=5)
-    await assert_still_serves(shouted)
+async def test_sockets_outlive_what_strangers_send(shouted):
+    for kind in ("rpc", "broker", "weights"):
+        await asyncio.to_thread(shout_at, shouted, kind, 1500, seed=5)
+        await assert_still_serves(shouted)
 
 
 @pytest.mark.long

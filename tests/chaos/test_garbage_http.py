@@ -88,7 +88,7 @@ async def one(where: tuple[str, int], request: bytes) -> int | None:
         return None
     finally:
         writer.close()
-    return int(line.split()[1]) if line.startswith(b"HTTP/1.1 ") else None
+    return int(line.split()[1]) if line.startswith(b"HTTP/1.") else None
 
 
 async def shout(where: tuple[str, int], requests: Requests, number: int) -> Counter[int | None]:

@@ -27,6 +27,7 @@ from asyncrl.errors import GenerationFailed
 log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 * 2**20
 HEALTH_TIMEOUT_SECONDS = 20.0
+_THEIRS = (HttpProcessingError, ConnectionError)
 REQUEST_SECONDS = 30.0  # for the head of a request, and again for its body
 
 Decode = Callable[[Sequence[int], bool], str]
@@ -235,11 +236,11 @@ async def _body(request: web.Request) -> Any:
 
 
 def _log_of_our_own_failures() -> logging.Logger:
-    """For aiohttp, which logs bytes that are no request as an error of the server, with a traceback: whoever sends them could
-    fill the disk."""
+    """For aiohttp, which logs bytes that are no request, and clients that hang up, as errors of the server, with a traceback:
+    whoever does so could fill the disk."""
     logger = log.getChild("requests")
     if not logger.filters:
-        logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+        logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _THEIRS)))
     return logger
 
 
