@@ -175,13 +175,14 @@ def _trainer_parts(spec: RunSpec, config: Config, rank: int, life: Life, book: A
     if rank:
         return TrainerParts(publisher=publisher)
     queue, supervisor = RpcClient(book["message_queue"]["rpc"]), RpcClient(book["supervisor"]["rpc"])
+    away = config.queue.reconnect_seconds
 
     async def evaluations(name: str) -> dict[int, float]:
         return dict(await supervisor.call("evaluations", timeout=EVALUATIONS_SECONDS, name=name))
 
     leader = LeaderParts(
-        receiver=QueueReceiver(book["message_queue"]["broker"], "scored", consumer="trainer"),
-        ledger=RpcLedgerClient(queue),
+        receiver=QueueReceiver(book["message_queue"]["broker"], "scored", consumer="trainer", silence_seconds=away),
+        ledger=RpcLedgerClient(queue, deadline=away),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         evaluations=evaluations,
     )
@@ -219,14 +220,15 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     engine = FleetClient(token=security.door().token)
     queue, reward = RpcClient(book["message_queue"]["rpc"]), RpcClient(book["reward"]["rpc"])
     fleet = RpcFleet(book["parameter_sync"]["rpc"])
+    away = config.queue.reconnect_seconds
     return RollouterParts(
         open_source=lambda cursor: open_prompts(train, seed=config.seed, shuffle=data.shuffle, epochs=data.epochs, cursor=cursor),
         eval_prompts=[] if held_out is None else open_eval_prompts(held_out, samples=config.eval.samples),
         tokenizer=tokenizer,
         engine=engine,
         agent=load_agent(objects.agent or config.rollout.agent, engine, tokenizer),
-        sender=QueueSender(book["message_queue"]["broker"], "rollouts", producer="rollouter"),
-        ledger=RpcLedgerClient(queue),
+        sender=QueueSender(book["message_queue"]["broker"], "rollouts", producer="rollouter", silence_seconds=away),
+        ledger=RpcLedgerClient(queue, deadline=away),
         fleet=fleet,
         scorer=RpcScorer(reward, away_seconds=_away_seconds(config)),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
@@ -259,11 +261,11 @@ def _front_parts(spec: RunSpec, book: AddressBook) -> FrontParts:
     from asyncrl.transport.client import QueueReceiver, QueueSender
     from asyncrl.transport.rpc import RpcClient
 
-    queue = RpcClient(book["message_queue"]["rpc"])
+    queue, away = RpcClient(book["message_queue"]["rpc"]), spec.parsed_config().queue.reconnect_seconds
     return FrontParts(
-        receiver=QueueReceiver(book["message_queue"]["broker"], "rollouts", consumer="reward"),
-        sender=QueueSender(book["message_queue"]["broker"], "scored", producer="reward"),
-        ledger=RpcLedgerClient(queue),
+        receiver=QueueReceiver(book["message_queue"]["broker"], "rollouts", consumer="reward", silence_seconds=away),
+        sender=QueueSender(book["message_queue"]["broker"], "scored", producer="reward", silence_seconds=away),
+        ledger=RpcLedgerClient(queue, deadline=away),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         keep_failed=FailedSamples(Path(spec.run_dir)),
         closers=(queue.close,),

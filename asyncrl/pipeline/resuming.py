@@ -23,6 +23,7 @@ from asyncrl.config.changes import changes
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import UserError
+from asyncrl.ledger.record import FILE_NAME, read_ledger
 from asyncrl.pipeline.run_dir import holds_a_run
 from asyncrl.pipeline.run_folder import RunFolder
 from asyncrl.services.supervisor import Resume
@@ -95,7 +96,7 @@ def _take_over(folder: Path, config: Config, lock: IO[bytes]) -> Takeover:
     checkpoints = Checkpoints(folder)
     checkpoints.sweep_incomplete()
     newest = checkpoints.newest_complete()
-    incarnation = int(started.get("incarnation", 1)) + 1
+    incarnation = max(int(started.get("incarnation", 1)), _starts_in_ledger(folder)) + 1
     (folder / "config.yaml").rename(folder / f"config.{incarnation - 1}.yaml")
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     (folder / "summary.json").unlink(missing_ok=True)
@@ -108,6 +109,14 @@ def _run_folder(folder: Path) -> RunFolder:
     if any((folder / name).exists() for name in ("run.json", "summary.json")):
         return RunFolder.open(folder)
     return RunFolder(folder, None, None)
+
+
+def _starts_in_ledger(folder: Path) -> int:
+    """The incarnation of the last start that the ledger has. Raises LedgerError for one that cannot be read."""
+    if not (folder / FILE_NAME).exists():
+        return 0
+    starts = read_ledger(folder / FILE_NAME).starts
+    return starts[-1].incarnation if starts else 0
 
 
 def _config_before(folder: Path) -> Config:
