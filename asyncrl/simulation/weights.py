@@ -76,6 +76,7 @@ class SimulatedReceiver:
 
     def __init__(self, sync: SimulatedSync, name: str):
         self._sync, self.name = sync, name
+        self.when_lost: Callable[[], None] = lambda: None
         self.live: PolicyVersion | None = None
         self.silent = False
         self.corrupt_next = 0
@@ -89,6 +90,7 @@ class SimulatedReceiver:
         """A new process in its place: it holds no version of the run."""
         self._session += 1
         self.live = self._digest = None
+        self.when_lost()
 
     async def status(self, timeout: float) -> dict[str, Any]:
         if self.silent:

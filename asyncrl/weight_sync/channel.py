@@ -74,13 +74,17 @@ _NOBODY = Progress()
 
 
 class ReceiverChannel:
-    """Speaks to the receiver at `address`. Lives on one event loop."""
+    """Speaks to the receiver at `address`. Lives on one event loop. `when_lost` is called when the connection breaks: its process
+    has ended, most likely; the channel connects again by itself."""
 
     def __init__(self, address: str):
         self.address = address
+        self.when_lost: Callable[[], None] = lambda: None
         socket = open_socket(zmq.DEALER, max_frame_bytes=_MAX_REPLY_BYTES)
-        socket.connect(address)
         self._socket = LoopSocket(socket, self._on_batch)
+        self._end_monitor = socket.disable_monitor
+        self._monitor = LoopSocket(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), lambda _: self.when_lost())
+        socket.connect(address)
         self._requests = itertools.count(1)
         self.bad_frames = 0
         self._calls: dict[int, tuple[Kind, Answer]] = {}
@@ -120,6 +124,8 @@ class ReceiverChannel:
     async def close(self) -> None:
         for _, answer in list(self._calls.values()):
             answer.cancel()
+        self._end_monitor()
+        self._monitor.close()
         self._socket.close()
         self._maps.close()
 

@@ -128,6 +128,43 @@ async def test_a_server_that_joins_late_or_anew_is_brought_up_to_date(two):
     assert two.receivers[B].live == (1, 1)
 
 
+async def test_a_server_whose_process_ends_leaves_traffic_at_once_and_holds_nobody_up():
+    face, second = RealFace(replace(QUICK, silence_seconds=60.0)), StandInTarget(a_model())
+    receiver = WeightReceiver(second)
+    await face.start()
+    await face.service.add_server(B, "", receiver.start())
+    publisher = face.publisher()
+    await face.call(publisher.register)
+    await face.call(publisher.stage, 0, await face.call(publisher.acquire, 0))
+    await until(lambda: states(face.service) == {A: "READY", B: "READY"})
+    second.gate.clear()  # it has version 1 half taken in when it ends
+    await face.call(publisher.stage, 1, await face.call(publisher.acquire, 1))
+    await until(lambda: states(face.service) == {A: "READY", B: "UPDATING"})
+    assert face.service.status()["version"] == 0
+    second.gate.set()
+    await asyncio.to_thread(receiver.close)
+    await until(lambda: states(face.service) == {A: "READY", B: "STALE"}, 5)
+    assert face.service.status()["version"] == 1
+    await face.call(publisher.stage, 2, await face.call(publisher.acquire, 2))
+    await until(lambda: face.service.status()["version"] == 2, 5)
+    await face.close()
+
+
+async def test_a_line_that_broke_costs_no_transfer_when_the_same_process_is_there_again():
+    face = RealFace(QUICK)
+    await face.start()
+    publisher = face.publisher()
+    await face.call(publisher.register)
+    await face.call(publisher.stage, 0, await face.call(publisher.acquire, 0))
+    assert await face.call(publisher.wait_confirmed, 0, 10)
+    face.service._on_lost(NAME, face.service._lines[NAME])
+    assert states(face.service) == {NAME: "STALE"}
+    assert face.service.status()["reasons"][NAME] == "its connection broke"
+    await until(lambda: states(face.service) == {NAME: "READY"})
+    assert face.target.commits == [(1, 0)]
+    await face.close()
+
+
 async def test_stopping_while_a_server_is_updated_ends_at_once(two):
     two.hold(A)
     publish(two, 1)

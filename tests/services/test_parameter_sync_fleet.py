@@ -512,6 +512,12 @@ class FleetMachine(RuleBasedStateMachine):
         self.holds.pop(name, None)
         assert self.fleet.state_of(name) in ("STALE", "STARTING")
 
+    @rule(data=st.data())
+    def break_line(self, data) -> None:
+        name = data.draw(st.sampled_from(self.names))
+        self.fleet.lost(name)
+        assert self.fleet.next_transfer(name, self.now) is None
+
     @rule()
     def new_trainer(self) -> None:
         self.fleet.open_incarnation(self.fleet.incarnation + 1, self.ranks)

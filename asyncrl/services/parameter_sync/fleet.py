@@ -219,6 +219,13 @@ class FleetState:
             server.in_traffic = False
             server.reason = f"holds {version if version is not None else 'no version'}, and had confirmed {server.confirmed}"
 
+    def lost(self, name: str) -> None:
+        """The line to its process broke. It holds no slot and takes no traffic until it has said what it holds."""
+        server = self._servers[name]
+        if not server.dead:
+            server.in_traffic, server.transfer, server.to_ask = False, None, True
+            server.reason = "its connection broke"
+
     def may_adopt(self, name: str, version: PolicyVersion) -> bool:
         """Whether a server that says it holds `version` need not be sent anything, if it tells the truth."""
         server = self._servers[name]

@@ -46,7 +46,9 @@ STATUS_SECONDS = 2.0  # a question lost with a server's process is asked again a
 
 
 class Channel(Protocol):
-    """A line to one receiver: weight_sync.channel.ReceiverChannel, or a fake."""
+    """A line to one receiver: weight_sync.channel.ReceiverChannel, or a fake. `when_lost` is called when the line breaks."""
+
+    when_lost: Callable[[], None]
 
     async def status(self, timeout: float) -> dict[str, Any]: ...
 
@@ -235,6 +237,7 @@ class ParameterSyncService:
         self._fleet.add(name, http, self._clock.now())
         line = _Line(weights, self._connect(weights), [])
         self._lines[name] = line
+        line.channel.when_lost = lambda: self._on_lost(name, line)
         line.loops = [asyncio.create_task(loop) for loop in (self._listen(name, line), self._tend(name, line))]
         for task in line.loops:
             task.add_done_callback(self._on_loop_ended)
@@ -258,6 +261,13 @@ class ParameterSyncService:
             if self._fleet.view().seq != seq or was_awaited:
                 self._notify()
             await asyncio.sleep(settings.heartbeat_seconds)
+
+    def _on_lost(self, name: str, line: _Line) -> None:
+        """Its process has ended, most likely: nobody need wait until its silence says so."""
+        log.warning("the connection to %s broke: STALE until it says what it holds", name)
+        self._fleet.lost(name)
+        self._cancel(line)
+        self._notify()
 
     def _on_status(self, name: str, line: _Line, status: Mapping[str, Any]) -> None:
         """What a server says of itself: that it is another process, or what it holds, which may be all that is wanted of it."""
