@@ -8,7 +8,8 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,15 @@ def feed(decoder: Callable[[Frames], None], corpus: list[Frames], number: int, s
     return accepted
 
 
+@contextmanager
+def a_staged_model() -> Iterator[StagedModel]:
+    staged = StagedModel(a_model(seed=1))
+    try:
+        yield staged
+    finally:
+        staged.remove()
+
+
 @pytest.mark.parametrize("decoder", list(corpora()), ids=lambda decoder: decoder.__name__)
 def test_what_is_decoded_is_a_message_or_refused(decoder):
     corpus = corpora()[decoder]
@@ -285,10 +295,12 @@ async def assert_still_serves(served: Shouted) -> None:
             found |= {str(delivery.message.id) for delivery in await receiver.receive(max_items=64, timeout=5)}
     sender.abandon()
     receiver.abandon()
-    staged, channel = StagedModel(a_model(seed=1)), ReceiverChannel(served.addresses["weights"])
-    assert (await channel.update(staged.order(PolicyVersion(2**63 - 1, next(LATER)), carrier="zeromq"))).verified
-    await channel.close()
-    staged.remove()
+    channel = ReceiverChannel(served.addresses["weights"])
+    try:
+        with a_staged_model() as staged:
+            assert (await channel.update(staged.order(PolicyVersion(2**63 - 1, next(LATER)), carrier="zeromq"))).verified
+    finally:
+        await channel.close()
 
 
 async def test_sockets_outlive_what_strangers_send(shouted):
@@ -327,8 +339,7 @@ async def test_a_channel_outlives_what_stands_where_its_receiver_was():
     answers = Garbage(
         9, [[pack({**whole, "checksums": b"\0" * 4 * len(a_plan().slices)})], [pack({"error": "failed", "text": "?"})]]
     )
-    staged = StagedModel(a_model(seed=1))
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
+    with a_staged_model() as staged, zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
         impostor.setsockopt(zmq.LINGER, 0)
         address = f"tcp://127.0.0.1:{impostor.bind_to_random_port('tcp://127.0.0.1')}"
         ended = threading.Event()
@@ -343,10 +354,11 @@ async def test_a_channel_outlives_what_stands_where_its_receiver_was():
         thread = threading.Thread(target=answer)
         thread.start()
         channel = ReceiverChannel(address)
-        for number in range(1, 40):
-            with pytest.raises((SyncError, TransportError, FrameError)):
-                await channel.update(staged.order(PolicyVersion(1, number), carrier="zeromq", timeout_seconds=0.1))
-        ended.set()
-        thread.join()
-        await channel.close()
-    staged.remove()
+        try:
+            for number in range(1, 40):
+                with pytest.raises((SyncError, TransportError, FrameError)):
+                    await channel.update(staged.order(PolicyVersion(1, number), carrier="zeromq", timeout_seconds=0.1))
+        finally:
+            ended.set()
+            thread.join()
+            await channel.close()
