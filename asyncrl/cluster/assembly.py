@@ -205,6 +205,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     from asyncrl.data import open_eval_prompts, open_prompts
     from asyncrl.engines.client import FleetClient
     from asyncrl.engines.tokenizer import HfTokenizer
+    from asyncrl.services.kept_figures import KeptFigures
     from asyncrl.services.ledger_client import RpcLedgerClient
     from asyncrl.services.rollouter import RollouterParts, RpcScorer
     from asyncrl.tracking.remote import RemoteTracker
@@ -234,6 +235,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         on_fleet=engine.update,
         run_dir=Path(spec.run_dir),
+        kept=KeptFigures(Path(spec.run_dir) / "rollouter.jsonl"),
         closers=(queue.close, reward.close, fleet.close),
     )
 
@@ -254,6 +256,7 @@ def _reward_front(spec: RunSpec, row: Row, life: Life) -> Service:
 
 
 def _front_parts(spec: RunSpec, book: AddressBook) -> FrontParts:
+    from asyncrl.services.kept_figures import KeptFigures
     from asyncrl.services.ledger_client import RpcLedgerClient
     from asyncrl.services.reward import FrontParts
     from asyncrl.tracking.remote import RemoteTracker
@@ -268,6 +271,7 @@ def _front_parts(spec: RunSpec, book: AddressBook) -> FrontParts:
         ledger=RpcLedgerClient(queue, deadline=away),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         keep_failed=FailedSamples(Path(spec.run_dir)),
+        kept=KeptFigures(Path(spec.run_dir) / "reward.jsonl"),
         closers=(queue.close,),
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -100,7 +100,10 @@ def _take_over(folder: Path, config: Config, lock: IO[bytes]) -> Takeover:
     (folder / "config.yaml").rename(folder / f"config.{incarnation - 1}.yaml")
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     (folder / "summary.json").unlink(missing_ok=True)
-    resume = Resume(incarnation, newest.step if newest else 0, str(newest.folder) if newest else None)
+    launches = 1 + len(list(folder.glob("config.*.yaml")))  # each but the present one left its configuration
+    resume = Resume(incarnation, launches=launches)
+    if newest is not None:
+        resume = replace(resume, step=newest.step, checkpoint=str(newest.folder), wall_s=newest.state["wall_s"])
     return Takeover(folder, resume, started.get("mlflow_run_id"), tuple(map(str, different)), lock)
 
 

@@ -35,6 +35,7 @@ from asyncrl.protocols import (
     TrainBatch,
     TrainingEngine,
 )
+from asyncrl.services.kept_figures import KeptFigures
 from asyncrl.services.message_queue.beginning import Beginning
 from asyncrl.services.message_queue.recovery import Fresh
 from asyncrl.services.message_queue.settling import ROLLOUTS, SCORED, connect, topics_of
@@ -319,6 +320,7 @@ class _Run:
             tracker=self.tracker,
             on_fleet=self._see_fleet,
             run_dir=self._run_dir,
+            kept=self._kept(lines, "rollouter.jsonl"),
         )
 
     def _make_front(self, lines: Lines) -> RewardFront:
@@ -339,7 +341,14 @@ class _Run:
             sender=LateSender(self.queue, SCORED, "reward", lines),
             ledger=lines.to(self.ledger),
             tracker=self.tracker,
+            kept=self._kept(lines, "reward.jsonl"),
         )
+
+    def _kept(self, lines: Lines, name: str) -> KeptFigures:
+        """A file that a dead process writes no more."""
+        kept = KeptFigures(self._run_dir / name)
+        lines.on_cut(kept.close)
+        return kept
 
     async def _trainer_parts(self, book: AddressBook, engine: TrainingEngine) -> TrainerParts:
         leader = LeaderParts(receiver=self.queue.receiver(SCORED), ledger=self.ledger, tracker=self.tracker)

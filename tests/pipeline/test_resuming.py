@@ -75,6 +75,7 @@ def test_the_newest_complete_checkpoint_is_where_it_goes_on(tmp_path):
     taken = take_over(run, config())
     assert (taken.resume.step, taken.resume.incarnation, taken.mlflow_run_id) == (20, 4, "m")
     assert Path(taken.resume.checkpoint).name == "step_000020"
+    assert (taken.resume.wall_s, taken.resume.launches) == (1.0, 2)
     assert sorted(path.name for path in (run / "checkpoints").glob("*step*")) == ["step_000010", "step_000020"]
     assert not (run / "summary.json").exists()
 
@@ -96,6 +97,8 @@ def test_what_may_change_does_and_is_said(tmp_path):
     assert taken.changed == ("training.ranks was 1 and is 2", "training.learning_rate was 0.0005 and is 0.25")
     assert load_config(run / "config.yaml").config.training.ranks == 2
     assert load_config(run / "config.1.yaml").config.training.ranks == 1
+    (run / "run.json").write_text(json.dumps({"pid": DEAD, "started": time.time(), "incarnation": 2}))
+    assert take_over(run, config()).resume.launches == 3
 
 
 def test_what_may_not_change_is_named_and_nothing_is_touched(tmp_path):

@@ -16,6 +16,7 @@ from asyncrl.messages import ScoredGroup
 from asyncrl.protocols import Delivery
 from asyncrl.rewards import FunctionSpec
 from asyncrl.rewards.executor import FunctionExecutor
+from asyncrl.services.kept_figures import KeptFigures
 from asyncrl.services.reward import FrontParts, RewardFront, RewardWorker
 from asyncrl.tracking.memory import MemoryTracker
 from asyncrl.transport.rpc import RpcClient
@@ -81,11 +82,11 @@ class Ends:
 class Bench:
     """A front with workers, over real sockets."""
 
-    def __init__(self, functions, *, limit_seconds=0.5, min_scored=2, max_failed_groups=0):
+    def __init__(self, functions, *, limit_seconds=0.5, min_scored=2, max_failed_groups=0, kept=None):
         self.max_failed_groups = max_failed_groups
         self.rollouts, self.scored, self.ledger, self.tracker = Rollouts(), Scored(), Ends(), MemoryTracker()
         self.kept = []
-        self.parts = FrontParts(self.rollouts, self.scored, self.ledger, self.tracker, self.kept.append)
+        self.parts = FrontParts(self.rollouts, self.scored, self.ledger, self.tracker, self.kept.append, kept or KeptFigures())
         self.functions, self.limit, self.min_scored = functions, limit_seconds, min_scored
         self.front = self.make_front()
         self.tasks, self.workers = [], []
@@ -350,6 +351,30 @@ async def test_a_front_that_takes_a_lost_ones_place_scores_what_the_queue_gives_
         b.rollouts.feed(half[1])
         await until(lambda: len(b.scored.groups) == 2)
         assert b.scored.groups[1].rewards.tolist() == [1.0, 0.0]
+
+
+async def test_each_sample_counts_once_whoever_scores_it(tmp_path):
+    """A front is lost with a group that it has closed and not brought out, and with one that misses a member."""
+    async with bench(SYNC, kept=KeptFigures(tmp_path / "reward.jsonl")) as b:
+        b.scored.room.clear()
+        stuck, half = group(0, "ok:1", "ok:3", "raise:boom"), group(1, "raise:boom", "ok:5", "ok:7")
+        b.rollouts.feed(*stuck, half[0])
+        await until(lambda: b.front.summary()["scoring"]["groups_scored"] == 1)
+        said = b.front.summary()
+        b.tasks[0].cancel()
+        await asyncio.gather(b.tasks[0], return_exceptions=True)
+        b.front = b.make_front()
+        b.book = {"reward": await b.front.start()}
+        b.tasks[0] = asyncio.create_task(b.front.run(b.book))
+        await b.add_worker(1)
+        await until(lambda: b.front.summary()["trajectories"] == said["trajectories"] == {"failed": 1})
+        b.rollouts.feed(*stuck, *half)
+        b.scored.room.set()
+        await until(lambda: len(b.scored.groups) == 2)
+        scoring = b.front.summary()["scoring"]
+        assert (scoring["trajectories"], scoring["scored"], scoring["groups_scored"]) == (6, 4, 2)
+        assert scoring["reasons"] == {"f0: raised ValueError: boom": 2}
+        assert scoring["components"] == {"reward": 4.0, "f0": 4.0}
 
 
 async def test_a_stream_that_the_front_before_had_ended_stays_so():

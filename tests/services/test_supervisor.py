@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from asyncrl.ledger.states import Attempts
 from asyncrl.ledger.store import FILE_NAME, LedgerWriter
 from asyncrl.messages import GroupId
 from asyncrl.protocols import Dispatch, End, PromptCursor, StepRecord
-from asyncrl.services.supervisor import Life, Row, RowFailed, Supervisor
+from asyncrl.services.supervisor import Life, Resume, Row, RowFailed, Supervisor
 from asyncrl.services.supervisor.hearing import Hearing
 from asyncrl.transport.rpc import RpcServer
 
@@ -325,6 +326,24 @@ async def test_a_lost_rank_sets_everybody_back_as_a_new_incarnation(config, tmp_
     assert list(again) == ["message_queue", "rollouter", "reward", "trainer/0"]
     assert {(life.incarnation, life.set_back_to, life.checkpoint) for life in again.values()} == {(2, 0, None)}
     assert json.loads((tmp_path / "run.json").read_text())["incarnation"] == 2
+
+
+async def test_the_first_step_is_the_launchs_whichever_trainer_made_it(config, tmp_path):
+    runtime = FakeRuntime({"trainer/0": {"steps": 10, "first_step_time": time.time() + 500.0}}, Mortal("trainer/0"))
+    supervisor = supervisor_of(restarting(config, checkpoint={"every": 5}), tmp_path, runtime)
+    supervisor.track([["rollouter", 1, {"idle/rollouter": 0.0}], ["trainer", 1, {"step": 1.0}], ["trainer", 2, {"step": 2.0}]])
+    summary = await supervisor.supervise()
+    assert len(lives_after_the_first(runtime)) > 0
+    assert 0.0 <= summary["first_step_s"] < 100.0
+    assert "launches" not in summary
+
+
+async def test_a_resumed_run_says_its_launches_and_its_time_over_all_of_them(config, tmp_path):
+    resume = Resume(3, 40, None, launches=3, wall_s=100.0)
+    runtime = FakeRuntime({"trainer/0": {"steps": 50, "first_step_time": time.time() + 7.0}}, finishing)
+    summary = await Supervisor(config, tmp_path, "id", runtime, FakeMetrics(), SystemClock(), resume=resume).supervise()
+    assert (summary["launches"], summary["total_wall_s"]) == (3, pytest.approx(100.0 + summary["wall_s"], abs=0.02))
+    assert summary["first_step_s"] == pytest.approx(7.0, abs=2.0)
 
 
 async def test_a_row_that_keeps_dying_ends_the_run_with_the_reason(config, tmp_path):

@@ -6,6 +6,7 @@ from asyncrl.simulation.processes import Loss
 from asyncrl.simulation.simulate import World, simulate
 from tests.services.rollouter_parts import make_config
 from tests.simulation.histories import assert_every_prompt_ended_once
+from tests.simulation.test_random_worlds import assert_the_summary_is_of_all_lives
 from tests.simulation.test_simulate import (
     assert_nothing_is_left,
     assert_the_bound_held,
@@ -51,6 +52,7 @@ def test_a_process_that_dies_again_and_again_costs_time_alone(tmp_path, row, dur
     assert_nothing_is_left(simulated)
     assert_the_bound_held(tmp_path, 2)
     assert_every_prompt_ended_once(simulated, tmp_path)
+    assert_the_summary_is_of_all_lives(simulated)
     assert simulated.ledger.attempts.counts()["failed"] == 0
 
 

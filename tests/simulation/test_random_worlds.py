@@ -110,6 +110,7 @@ def test_the_bound_holds_the_ledger_balances_every_prompt_ends_once_and_nothing_
         if line["token_versions"] is not None:
             oldest, newest = line["token_versions"]["min"], line["token_versions"]["max"]
             assert line["version"] - config.rollout.max_staleness <= oldest <= newest <= line["version"]
+    assert_the_summary_is_of_all_lives(simulated)
     rollouter_lived = simulated.lives["rollouter"] == 1
     if config.rollout.on_stale == "wait" and rollouter_lived:
         assert counts["expired"] == 0
@@ -117,3 +118,14 @@ def test_the_bound_holds_the_ledger_balances_every_prompt_ends_once_and_nothing_
         assert "failed: training is over" not in simulated.ledger.attempts.reasons
     if config.data.epochs is None:
         assert simulated.ledger.attempts.finished_steps == config.training.steps
+
+
+def assert_the_summary_is_of_all_lives(simulated):
+    """Nobody trains what was not generated, or was not scored; no group is scored twice."""
+    rollouter, front, trainer = (simulated.summary[name] for name in ("rollouter", "reward", "trainer/0"))
+    assert rollouter["trajectories"]["generated"] >= trainer["trajectories"]["trained"]
+    assert rollouter["tokens"]["generated"] >= trainer["tokens"]["trained"]
+    counts, scoring = simulated.ledger.attempts.counts(), front["scoring"]
+    assert scoring["groups_scored"] >= counts["trained"] + counts["filtered"]
+    assert scoring["groups_scored"] + scoring["groups_failed"] <= counts["dispatched"]
+    assert scoring["trajectories"] == scoring["scored"] + front["trajectories"]["failed"]

@@ -18,9 +18,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.clock import Clock
@@ -29,6 +28,7 @@ from asyncrl.messages import GroupId, ScoredGroup, TrajectoryId
 from asyncrl.protocols import End, LedgerClient, Receiver, Sender, Tracker
 from asyncrl.rewards import Item, item_of
 from asyncrl.scheduling.groups import FailedGroup, GroupAssembler, MemberScore
+from asyncrl.services.kept_figures import KeptFigures
 from asyncrl.services.reward.dispatch import Batch, Dispatcher, Job, WorkerView
 from asyncrl.services.reward.meter import ScoreMeter
 from asyncrl.services.reward.outbox import Outbox
@@ -44,8 +44,8 @@ WATCH_SECONDS = 1.0
 REPORT_SECONDS = 2.0
 SILENCE_SECONDS = 10.0  # workers say that they live once a second
 NO_WORKER_SECONDS = 60.0
-REASONS_KEPT = 1000
 CALL_MARGIN_SECONDS = 180.0  # replacing a child process of the worker included
+DROPPED = ("duplicates", "strays", "late")  # `GroupCounts` of what belongs to no group
 
 
 class Link(Protocol):
@@ -58,14 +58,15 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class FrontParts:
-    """What the front works with. `keep_failed` is given each failed group, for whoever keeps samples to read; `closers` end what
-    the wiring opened for these parts (clients), after the run."""
+    """What the front works with. `keep_failed` is given each failed group, for whoever keeps samples to read; `kept`: the run's
+    reward.jsonl; `closers` end what the wiring opened for these parts (clients), after the run."""
 
     receiver: Receiver
     sender: Sender
     ledger: LedgerClient
     tracker: Tracker | None = None
     keep_failed: Callable[[FailedGroup], None] | None = None
+    kept: KeptFigures = field(default_factory=KeptFigures)
     closers: tuple[Callable[[], Awaitable[None]], ...] = ()
 
 
@@ -95,6 +96,7 @@ class RewardFront:
         self._deaths = f"its worker died {max_worker_deaths} times while scoring it"
         self._incarnation = uuid.uuid4().hex
         self._meter = ScoreMeter(clock)
+        self._kept = KeptFigures()
         self._links: dict[str, Link] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._scored: Outbox[ScoredGroup] = Outbox()
@@ -102,7 +104,6 @@ class RewardFront:
         self._held: dict[GroupId, None] = {}  # closed here, end not yet accepted
         self._stop = asyncio.Event()
         self._data_ended = False
-        self._reasons: Counter[str] = Counter()
         self._crash: BaseException | None = None
         self._crashed = asyncio.Event()
         self._state = "STARTING"
@@ -125,6 +126,7 @@ class RewardFront:
 
     async def run(self, book: AddressBook) -> None:
         parts = self._make_parts(book)
+        self._go_on_counting(parts.kept)
         self._state, self._worker_seen = "RUNNING", self._clock.now()
         try:
             await first_to_end(self._stop.wait(), self._work(parts), self._watch(parts.tracker), self._raise_crash())
@@ -146,15 +148,17 @@ class RewardFront:
         }
 
     def summary(self) -> dict[str, Any]:
-        counts = self._assembler.counts
+        """Of the whole run, and of the groups that have closed: see `meter`."""
+        counts = self._meter.counts
         return {
             "idle": {"reward": self._meter.idle_share()},
-            "trajectories": {"failed": counts.failed_generation + counts.failed_scoring},
+            "trajectories": {"failed": counts["failed_generation"] + counts["failed_scoring"]},
             "scoring": {
-                **asdict(counts),
+                **counts,
+                **self._dropped(),
                 "components": self._meter.means(),
-                "reasons": dict(self._reasons.most_common(50)),
-                "waited_s": {reason: round(seconds, 3) for reason, seconds in self._meter.seconds().items()},
+                "reasons": self._meter.reasons(),
+                "waited_s": self._meter.idle_seconds(),
             },
         }
 
@@ -210,8 +214,6 @@ class RewardFront:
     def _accept(self, trajectories: Sequence[Any]) -> None:
         jobs = []
         for trajectory in trajectories:
-            if trajectory.failure is not None:
-                self._count_reason(trajectory.failure)
             if self._assembler.accept(trajectory):
                 jobs.append(Job(trajectory.id, item_of(trajectory)))
         self._dispatcher.submit(jobs)
@@ -298,25 +300,20 @@ class RewardFront:
     def _record(self, jobs: Sequence[Job], scores: Sequence[MemberScore]) -> None:
         for job, score in zip(jobs, scores, strict=True):
             if isinstance(job.key, TrajectoryId):
-                self._meter.count(score)
-                if score.failure is not None:
-                    self._count_reason(score.failure)
                 self._assembler.record(job.key, score)
             elif isinstance(job.key, asyncio.Future) and not job.key.done():
                 job.key.set_result(score)
         self._collect()
-
-    def _count_reason(self, reason: str) -> None:
-        """Reasons may quote the sample; past REASONS_KEPT different ones, new ones are counted together."""
-        self._reasons[reason if reason in self._reasons or len(self._reasons) < REASONS_KEPT else "other"] += 1
 
     def _collect(self) -> None:
         """Move what has closed to its way out; after the end of data, and of scoring, that was all."""
         ended = self._data_ended and not self._assembler.num_unscored
         if ended:
             self._assembler.close_incomplete()
-        for group in self._assembler.take_closed():
+        closed = self._assembler.take_closed()
+        for group in closed:
             self._held[group.id] = None
+            self._meter.count(group)
             if isinstance(group, ScoredGroup):
                 self._failed_in_a_row = 0
                 self._scored.put(group)
@@ -324,6 +321,8 @@ class RewardFront:
                 self._failed_in_a_row += 1
                 self._failed.put(group)
                 self._end_where_nothing_is_scored(group)
+        if closed:
+            self._keep()  # before any of them leaves
         if ended:
             self._scored.end()
             self._failed.end()
@@ -342,15 +341,29 @@ class RewardFront:
         for group in groups:
             del self._held[group.id]
 
+    def _go_on_counting(self, kept: KeptFigures) -> None:
+        """From where an earlier front of this run was."""
+        self._kept, earlier = kept, kept.recall()
+        self._meter.begin(earlier)
+        for name in DROPPED:
+            setattr(self._assembler.counts, name, earlier.get(name, 0))
+
+    def _keep(self) -> None:
+        self._kept.keep({**self._meter.kept(self._held), **self._dropped()})
+
+    def _dropped(self) -> dict[str, int]:
+        return {name: getattr(self._assembler.counts, name) for name in DROPPED}
+
     def _report(self, tracker: Tracker) -> None:
-        counts = self._assembler.counts
+        self._keep()
+        counts = self._meter.counts
         tracker.log(
             "scoring",
-            counts.groups_scored + counts.groups_failed,
+            counts["groups_scored"] + counts["groups_failed"],
             {
                 "idle/reward": self._meter.idle_share(),
                 "scoring/waiting": float(self._dispatcher.num_waiting),
-                "scoring/failed": float(counts.failed_scoring),
+                "scoring/failed": float(counts["failed_scoring"]),
                 "scoring/seconds_per_sample": self._dispatcher.seconds_per_sample or 0.0,
                 **{f"scoring/{name}": value for name, value in self._meter.means().items()},
             },
@@ -364,6 +377,7 @@ class RewardFront:
         if parts.tracker is not None:
             self._report(parts.tracker)
             await parts.tracker.close()
+        self._kept.close()
         await parts.receiver.close()
         for close in parts.closers:
             await close()

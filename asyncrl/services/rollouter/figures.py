@@ -1,37 +1,59 @@
-"""What the rollouter counts, and how it becomes metrics."""
+"""What the rollouter counts, and how it becomes metrics.
+
+The totals are the run's, however often its rollouter was started again: they are kept in `rollouter.jsonl` before what they count
+leaves the process, so that nobody ever holds a response that was not counted. A set back takes nothing from them.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.clock import Clock, IdleMeter
 from asyncrl.messages import Trajectory
 
+TOTALS = ("generated", "failed", "tokens", "truncated", "most_versions")
+
 
 class Figures:
-    """Totals since the start, and the difference since the last report.
+    """Totals of the run, and the difference since the last report.
 
-    Idle is the time during which no response is being generated, under the reason why admission then waited.
+    Idle is the time during which no response is being generated, under the reason why admission then waited; the time between two
+    processes is nobody's.
     """
 
     def __init__(self, clock: Clock):
         self._clock = clock
         self.waits = IdleMeter(clock)  # admission's waits, whether or not something is being generated meanwhile
         self.blocked = IdleMeter(clock)  # the outbox's, for room in the queue
-        self.generated = self.failed = self.tokens = self.truncated = 0
-        self.most_versions = 0  # that one response spans
-        self.finish_reasons: Counter[str] = Counter()
         self.active = 0
         self._why_idle = "start"
-        self.restart()
+        self.begin({})
 
-    def restart(self) -> None:
-        """Idle shares and rates count from now on."""
-        self._idle: dict[str, float] = {}
-        self._began = self._clock.now()
-        self._idle_since: float | None = self._began
-        self._reported = (self._began, 0, 0, 0, 0)
+    def begin(self, earlier: Mapping[str, Any]) -> None:
+        """Time counts from now on; totals go on from what an earlier process's `kept` said, or from nothing."""
+        now = self._clock.now()
+        self.generated, self.failed, self.tokens, self.truncated, self.most_versions = (earlier.get(name, 0) for name in TOTALS)
+        self.finish_reasons: Counter[str] = Counter(earlier.get("finish_reasons", {}))
+        self.waits.seconds = dict(earlier.get("wait_seconds", {}))
+        self.blocked.seconds = dict(earlier.get("blocked_seconds", {}))
+        self._idle: dict[str, float] = dict(earlier.get("idle_seconds", {}))
+        self._began = now - earlier.get("seconds", 0.0)
+        self._idle_since: float | None = now
+        self._reported = (now, self.tokens, self.generated, self.truncated, self.failed)
+
+    def kept(self) -> dict[str, Any]:
+        """Everything that a later process goes on from, as plain values."""
+        self._settle_idle()
+        return {
+            **{name: getattr(self, name) for name in TOTALS},
+            "finish_reasons": self.finish_reasons,
+            "wait_seconds": self.waits.seconds,
+            "blocked_seconds": self.blocked.seconds,
+            "idle_seconds": self._idle,
+            "seconds": self._clock.now() - self._began,
+        }
 
     def take(self, trajectory: Trajectory) -> None:
         if trajectory.failure is not None:

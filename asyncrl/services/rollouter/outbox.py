@@ -18,15 +18,23 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """`accepted(trajectories)` is told what the queue has taken in. Its size is bounded by the admitted groups, whose
-    members each stand here at most once; time spent in a send counts as waiting for ``rollouts``.
+    """`leaving()` is called before anything leaves, `accepted(trajectories)` is told what the queue has taken in. Its size is
+    bounded by the admitted groups, whose members each stand here at most once; time spent in a send counts as waiting for
+    ``rollouts``.
 
     A rollouter that takes a lost one's place may find the stream ended: then nothing more is wanted, and training is about to
     be over. What is here goes nowhere; its groups end with training.
     """
 
-    def __init__(self, sender: Sender, accepted: Callable[[Sequence[Trajectory]], None], blocked: IdleMeter):
-        self._sender, self._accepted, self._blocked = sender, accepted, blocked
+    def __init__(
+        self,
+        sender: Sender,
+        accepted: Callable[[Sequence[Trajectory]], None],
+        blocked: IdleMeter,
+        *,
+        leaving: Callable[[], None] = lambda: None,
+    ):
+        self._sender, self._accepted, self._blocked, self._leaving = sender, accepted, blocked, leaving
         self._waiting: list[Trajectory] = []
         self._filled = asyncio.Event()
         self.closed = False
@@ -44,6 +52,7 @@ class Outbox:
             await self._filled.wait()
             batch, self._waiting = self._waiting, []
             self._filled.clear()
+            self._leaving()
             try:
                 with self._blocked.waiting("rollouts"):
                     await self._send(batch)

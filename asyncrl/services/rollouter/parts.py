@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.agents import Agent
@@ -19,6 +19,7 @@ from asyncrl.protocols import (
     Tokenizer,
     Tracker,
 )
+from asyncrl.services.kept_figures import KeptFigures
 from asyncrl.services.rollouter.scorer import Scorer
 
 
@@ -26,8 +27,8 @@ from asyncrl.services.rollouter.scorer import Scorer
 class RollouterParts:
     """open_source: the training prompts from a cursor on, None for the beginning; agent: how members become trajectories, over
     the same `engine`; eval_prompts: empty where evaluation is off; on_fleet: told of every new view, so that the engine's client
-    sends to no server that is behind; run_dir: for eval.jsonl and quarantine.jsonl, None keeps none; closers: end what the wiring
-    opened for these parts (clients), after the run."""
+    sends to no server that is behind; run_dir: for eval.jsonl and quarantine.jsonl, None keeps none; kept: the run's
+    rollouter.jsonl; closers: end what the wiring opened for these parts (clients), after the run."""
 
     open_source: Callable[[PromptCursor | None], PromptSource]
     eval_prompts: Sequence[Prompt]
@@ -41,4 +42,5 @@ class RollouterParts:
     tracker: Tracker
     on_fleet: Callable[[FleetView], None] = lambda view: None
     run_dir: Path | None = None
+    kept: KeptFigures = field(default_factory=KeptFigures)
     closers: tuple[Callable[[], Awaitable[None]], ...] = ()

@@ -33,6 +33,7 @@ from asyncrl.data import TableSource, check_longest_prompts
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Trajectory
 from asyncrl.protocols import FleetView, LedgerEvents, PromptSource
+from asyncrl.services.kept_figures import KeptFigures
 from asyncrl.services.rollouter.admission import Admission, Standing
 from asyncrl.services.rollouter.evaluation import Evaluator, is_evaluation
 from asyncrl.services.rollouter.figures import Figures
@@ -71,6 +72,7 @@ class Rollouter:
         self._events = LedgerEvents(seq=0, ended=(), finished_steps=0)
         self._stop_asked = False
         self._parts: RollouterParts
+        self._kept = KeptFigures()
         self._source: PromptSource
         self._quarantine: Sickbay
         self._admission: Admission
@@ -121,6 +123,7 @@ class Rollouter:
             await first_to_end(last, self._until(lambda: self._stop_asked))
         if self._events.training_done:
             await self._outbox.close()  # after a stop the stream has no end: a later start goes on with it
+        self._keep()
 
     async def stop(self) -> None:
         self._stop_asked = True
@@ -139,6 +142,7 @@ class Rollouter:
         }
 
     def summary(self) -> dict[str, Any]:
+        self._keep()  # what was said once, no later process takes back
         evaluation = self._evaluator.history.summary() if self._evaluator else {"first": None, "last": None, "history": []}
         return {"eval": evaluation, **self._figures.summary()}
 
@@ -224,6 +228,7 @@ class Rollouter:
                     "the event loop stood still for %.1f s: an agent must not block, use await or asyncio.to_thread", late
                 )
             number += 1
+            self._keep()
             metrics = {
                 **self._figures.report(),
                 "rollouter/live_groups": float(self._groups.live),
@@ -279,8 +284,9 @@ class Rollouter:
 
     def _take_parts(self, parts: RollouterParts) -> None:
         self._parts = parts
-        self._figures.restart()
-        self._outbox = Outbox(parts.sender, self._accepted, self._figures.blocked)
+        self._kept = parts.kept
+        self._figures.begin(parts.kept.recall())
+        self._outbox = Outbox(parts.sender, self._accepted, self._figures.blocked, leaving=self._keep)
         self._generation = Generation(self._config, parts.agent, self._places, self._finished)
         if parts.eval_prompts:
             self._evaluator = Evaluator(
@@ -294,7 +300,11 @@ class Rollouter:
                 clock=self._clock,
             )
 
+    def _keep(self) -> None:
+        self._kept.keep(self._figures.kept())
+
     async def _close_parts(self) -> None:
+        self._kept.close()
         await self._parts.engine.close()
         await self._parts.tracker.close()
         for close in self._parts.closers:

@@ -38,11 +38,15 @@ class RowFailed(AsyncrlError):
 
 @dataclass(frozen=True)
 class Resume:
-    """What a launched run goes on from: the checkpoint of `step` (its folder), or nothing but the ledger where step is 0."""
+    """What a launched run goes on from: the checkpoint of `step` (its folder), or nothing but the ledger where step is 0.
+
+    launches: of this run, this one included; wall_s: seconds that the run took up to that checkpoint."""
 
     incarnation: int
     step: int = 0
     checkpoint: str | None = None
+    launches: int = 2
+    wall_s: float = 0.0
 
 
 @dataclass(frozen=True)

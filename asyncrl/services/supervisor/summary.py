@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from asyncrl.config.schema import Config
+from asyncrl.services.supervisor.runtime import Resume
 
 Status = Literal["finished", "failed", "interrupted"]
 
@@ -52,21 +53,28 @@ def build_summary(
     ended_wall: float,
     mlflow_run_id: str | None,
     exit_code: int,
+    first_step_wall: float | None = None,
+    resume: Resume | None = None,
 ) -> dict[str, Any]:
     """Lay the services' parts over an empty summary, key by key; a service that died leaves the empty values of its keys.
 
-    parts: row name to that service's `summary()`; exit_code: of the command that ran it. `first_step_time`, a wall time, becomes
-    `first_step_s`.
+    parts: row name to that service's `summary()`; exit_code: of the command that ran it. Wall times are this launch's, and
+    `first_step_s` is of its first step, whichever trainer process made it: the earliest of `first_step_wall`, when the supervisor
+    heard of a step first, and `first_step_time`, which the present trainer says. resume: what a resumed launch goes on from,
+    which adds `launches` and `total_wall_s`, without the time that is lost with what came after that checkpoint.
     """
     summary = empty_summary(config)
+    first_steps = [first_step_wall]
     for name in sorted(parts):
         part = copy.deepcopy(dict(parts[name]))
-        first_step_time = part.pop("first_step_time", None)
-        if first_step_time is not None:
-            summary["first_step_s"] = round(first_step_time - started_wall, 2)
+        first_steps.append(part.pop("first_step_time", None))
         _lay_over(summary, part)
+    if known := [wall for wall in first_steps if wall is not None]:
+        summary["first_step_s"] = round(min(known) - started_wall, 2)
     wall_s = round(ended_wall - started_wall, 2)
     summary.update(status=status, error=error, wall_s=wall_s, mlflow_run_id=mlflow_run_id, exit_code=exit_code)
+    if resume is not None:
+        summary.update(launches=resume.launches, total_wall_s=round(resume.wall_s + wall_s, 2))
     return summary
 
 

@@ -76,6 +76,8 @@ class Supervisor:
         self._stop_seconds: float | None = None
         self._exit_code = EXIT_CODES["failed"]
         self._started_wall = clock.wall()
+        self._first_step_wall: float | None = None
+        self._resume = resume
         self._evaluations: dict[int, dict[str, float]] = {}
         self._rpc = RpcServer(
             {
@@ -223,6 +225,8 @@ class Supervisor:
             ended_wall=self._clock.wall(),
             mlflow_run_id=self._metrics.mlflow_run_id,
             exit_code=self._exit_code if status == "failed" else EXIT_CODES[status],
+            first_step_wall=self._first_step_wall,
+            resume=self._resume,
         )
 
     def _explain(self, failure: AsyncrlError) -> str:
@@ -258,6 +262,7 @@ class Supervisor:
             if axis == "eval":
                 self._evaluations[step] = dict(metrics)
             if axis == "trainer":
+                self._first_step_wall = self._first_step_wall or self._clock.wall()
                 self._lives.policy.step_finished(step)
             self._metrics.log(axis, step, metrics)
         if self._metrics.mlflow_run_id != self._known_mlflow_run_id:
