@@ -121,10 +121,12 @@ def test_the_bound_holds_the_ledger_balances_every_prompt_ends_once_and_nothing_
 
 
 def assert_the_summary_is_of_all_lives(simulated):
-    """Nobody trains what was not generated, or was not scored; no group is scored twice."""
+    """Nobody scores what was not generated, or trains what was not scored; no group counts twice."""
     rollouter, front, trainer = (simulated.summary[name] for name in ("rollouter", "reward", "trainer/0"))
     assert rollouter["trajectories"]["generated"] >= trainer["trajectories"]["trained"]
     assert rollouter["tokens"]["generated"] >= trainer["tokens"]["trained"]
+    finished = rollouter["trajectories"]["generated"] + rollouter["rollout"]["failed"]
+    assert finished >= front["scoring"]["trajectories"]
     counts, scoring = simulated.ledger.attempts.counts(), front["scoring"]
     assert scoring["groups_scored"] >= counts["trained"] + counts["filtered"]
     assert scoring["groups_scored"] + scoring["groups_failed"] <= counts["dispatched"]
