@@ -388,3 +388,34 @@ async def test_what_the_user_gave_wrong_is_said_alone_with_exit_code_2(config, t
     summary = await supervisor_of(config, tmp_path, FakeRuntime({}, refuse)).supervise()
     assert (summary["status"], summary["exit_code"]) == ("failed", 2)
     assert summary["error"] == "rollouter: row 3 of data.train has 900 tokens"
+
+
+class Mute(Mortal):
+    """A trainer that does not answer these calls."""
+
+    def __init__(self, *deaths: str, calls: tuple[str, ...]):
+        super().__init__(*deaths)
+        self.calls = calls
+
+    async def __call__(self, name: str, process: Process) -> None:
+        if name == "trainer/0":
+            process.server.add(dict.fromkeys(self.calls, asyncio.Event().wait))
+        await super().__call__(name, process)
+
+
+async def test_a_rank_that_is_lost_while_parameter_sync_comes_back_is_noticed_at_once(config, tmp_path):
+    mute = Mute("parameter_sync", "trainer/0", calls=("reannounce",))
+    work = supervisor_of(restarting(config, checkpoint={"every": 5}), tmp_path, FakeRuntime({}, mute)).supervise()
+    summary = await asyncio.wait_for(work, 30)
+    assert summary["status"] == "finished"
+    assert mute.births.count("trainer/0") == 2
+
+
+async def test_a_trainer_that_is_lost_while_it_is_asked_what_it_holds_takes_everybody_back(config, tmp_path):
+    mute = Mute("message_queue", "trainer/0", calls=("held",))
+    runtime = FakeRuntime({}, mute)
+    work = supervisor_of(restarting(config, checkpoint={"every": 5}), tmp_path, runtime).supervise()
+    summary = await asyncio.wait_for(work, 25)
+    assert summary["status"] == "finished"
+    assert mute.births.count("trainer/0") == 2
+    assert lives_after_the_first(runtime)["message_queue"].set_back_to == 0

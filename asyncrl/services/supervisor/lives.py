@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 SETTLE_SECONDS = 2.0  # after a failure that ends the run: time for the true cause to show
 LOSSES_SETTLE_SECONDS = 0.5  # after a lost process: time for those to show that were lost with it
 CALL_SECONDS = 2.0  # a service that does not answer within this is not answering
+LEADER = "trainer/0"
 HELD_SECONDS = 30.0
 LAST_WORDS_SECONDS = 2.0  # of the time that the trainer is given to stop, for what follows its last checkpoint
 REANNOUNCE_SECONDS = 60.0
@@ -62,6 +63,7 @@ class Lives:
         self._runs: dict[asyncio.Task[Mapping[str, Any]], Row] = {}
         self._clients: dict[str, RpcClient] = {}
         self._supervisor: dict[str, str] = {}
+        self._announcing: asyncio.Future[None] | None = None
         self._hearing = Hearing(self._ask_for_summary)
 
     # ---- up ----------------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class Lives:
             raise StartTimeout(sorted(pending), seconds) from None
         self._run(plan.rows)
         if plan.reannounces:
-            await self._reannounce()
+            self._announcing = asyncio.ensure_future(self._reannounce())
         self._say("running")
 
     def _lives(self, plan: RestartPlan, held: Sequence[str] | None) -> dict[Row, Life]:
@@ -188,16 +190,24 @@ class Lives:
         return lives
 
     async def _held(self) -> list[str]:
-        """The scored groups in the trainer's hands, by text id."""
-        if not any(row.role == "trainer" for row in self._runs.values()):
+        """The scored groups in the trainer's hands, by text id. Raises RowFailed when the trainer ends meanwhile."""
+        trainer = next((task for task, row in self._runs.items() if row.name == LEADER), None)
+        if trainer is None:
             return []
+        call = asyncio.ensure_future(self.client(LEADER).call("held", timeout=HELD_SECONDS))
         try:
-            held: list[str] = await self.client("trainer/0").call("held", timeout=HELD_SECONDS)
+            await asyncio.wait((call, trainer), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise next(iter(self._collect({trainer})), RunError(f"{LEADER} ended while the queue was started again"))
+            held: list[str] = call.result()
         except TransportError as error:
-            raise RunError(f"the queue was lost, and trainer/0 does not say what it holds: {error}") from error
+            raise RunError(f"the queue was lost, and {LEADER} does not say what it holds: {error}") from error
+        finally:
+            await cancel([call])
         return held
 
     async def _reannounce(self) -> None:
+        """Beside everything else: a rank that is lost meanwhile has nothing to say."""
         ranks = [row for row in self._runs.values() if row.role == "trainer"]
         try:
             await asyncio.gather(*(self.client(row.name).call("reannounce", timeout=REANNOUNCE_SECONDS) for row in ranks))
@@ -240,7 +250,7 @@ class Lives:
             for task in late:
                 log.warning("%s did not stop within %.0f s: killed", self._runs[task].name, left)
                 self._runtime.kill(self._runs[task])
-        await cancel(list(self._runs))
+        await cancel([*self._runs, *([self._announcing] if self._announcing is not None else [])])
         for client in self._clients.values():
             await client.close()
 
