@@ -391,16 +391,23 @@ async def test_what_the_user_gave_wrong_is_said_alone_with_exit_code_2(config, t
 
 
 class Mute(Mortal):
-    """A trainer that does not answer these calls."""
+    """A trainer that does not answer these calls, and is lost a second after the other."""
 
     def __init__(self, *deaths: str, calls: tuple[str, ...]):
         super().__init__(*deaths)
         self.calls = calls
 
     async def __call__(self, name: str, process: Process) -> None:
-        if name == "trainer/0":
-            process.server.add(dict.fromkeys(self.calls, asyncio.Event().wait))
-        await super().__call__(name, process)
+        if name != "trainer/0" or self.deaths[-1:] != [name]:
+            await super().__call__(name, process)
+            return
+        self.births.append(name)
+        process.server.add(dict.fromkeys(self.calls, asyncio.Event().wait))
+        while self.deaths != [name]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)  # the other loss is being mended by then
+        self.deaths.clear()
+        raise RowFailed(process.row, "its process ended unexpectedly", lost=True)
 
 
 async def test_a_rank_that_is_lost_while_parameter_sync_comes_back_is_noticed_at_once(config, tmp_path):
