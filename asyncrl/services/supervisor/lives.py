@@ -174,6 +174,7 @@ class Lives:
             raise StartTimeout(sorted(pending), seconds) from None
         self._run(plan.rows)
         if plan.reannounces:
+            await cancel([self._announcing] if self._announcing is not None else [])
             self._announcing = asyncio.ensure_future(self._reannounce())
         self._say("running")
 
