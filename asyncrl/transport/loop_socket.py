@@ -1,8 +1,8 @@
 """A ZeroMQ socket on an asyncio loop: everything that waits is read at one wake-up and handed over as one batch.
 
-ZeroMQ's descriptor is edge-triggered and one edge serves both directions, so a send may swallow the edge of an arrival:
-after every read and every send the socket's events are looked at again. High-water marks are off (they are no bound):
-what a peer may have on its way is bounded by the protocol above.
+ZeroMQ's descriptor tells of an arrival once, and whatever is asked of the socket may take that word: a send, or a look at its
+events. So a read goes on until a look finds nothing, and after a send there is another look; a turn without one needs none.
+High-water marks are off (they are no bound): what a peer may have on its way is bounded by the protocol above.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Part = bytes | memoryview | zmq.Frame
 Frames = list[Any]  # of bytes, and zmq.Frame where that was asked for
 _LAST = int(zmq.NOBLOCK)  # plain ints: combining the enum's members costs more than a send
 _MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
-_EVENTS, _READABLE, _HAS_MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 def open_socket(
@@ -73,12 +73,15 @@ class LoopSocket:
 
     def __init__(self, socket: zmq.Socket[bytes], on_batch: Callable[[list[Frames]], None], *, copied_parts: int = sys.maxsize):
         self._socket = socket
+        self._receive_part, self._get = socket.recv, socket.getsockopt
+        self._send_part: Callable[..., Any] = super(zmq.Socket, socket).send  # without the options that pyzmq adds in Python: we use none
         self._on_batch = on_batch
         self._copied_parts = copied_parts
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._next_read: asyncio.Handle | None = None
         self._reading = False
+        self._look_due = False  # something was sent while reading
         self.closed = False
         self._loop.add_reader(self._descriptor, self._read)
         self._look_again()
@@ -86,10 +89,13 @@ class LoopSocket:
     def send(self, frames: Sequence[Part]) -> None:
         """Hand a multipart to ZeroMQ; never blocks. To a peer that is gone, a ROUTER's message is dropped."""
         assert not self.closed, "send on a closed socket"
-        for frame in frames[:-1]:
-            self._socket.send(frame, _MORE, type(frame) is not zmq.Frame)
-        self._socket.send(frames[-1], _LAST, type(frames[-1]) is not zmq.Frame)
-        if not self._reading:
+        *first, last = frames
+        for frame in first:
+            self._send_part(frame, _MORE, type(frame) is not zmq.Frame)
+        self._send_part(last, _LAST, type(last) is not zmq.Frame)
+        if self._reading:
+            self._look_due = True
+        else:
             self._look_again()
 
     def close(self, *, linger_seconds: float = 0.0) -> None:
@@ -103,17 +109,20 @@ class LoopSocket:
         self._socket.close(linger=int(linger_seconds * 1000))
 
     def _read(self) -> None:
-        self._next_read = None
+        if self._next_read is not None:
+            self._next_read.cancel()
+            self._next_read = None
         if self.closed:
             return
         batch: list[Frames] = []
         try:
-            while len(batch) < READ_BATCH and self._is_readable():
-                frames: Frames = [self._socket.recv(_LAST)]
-                while self._socket.getsockopt(_HAS_MORE):
-                    frames.append(self._socket.recv(_LAST, len(frames) < self._copied_parts))
-                batch.append(frames)
-        except zmq.Again:  # the event was not a whole message
+            batch.append(self._receive())
+            while self._is_readable():
+                if len(batch) == READ_BATCH:
+                    self._look_due = True
+                    break
+                batch.append(self._receive())
+        except zmq.Again:  # what woke us was not a whole message
             pass
         self._reading = True
         try:
@@ -121,12 +130,21 @@ class LoopSocket:
                 self._on_batch(batch)
         finally:
             self._reading = False
-            if not self.closed:
+            if self._look_due and not self.closed:
+                self._look_due = False
                 self._look_again()
+
+    def _receive(self) -> Frames:
+        part = self._receive_part(_LAST, False)
+        frames: Frames = [part.bytes]
+        while part.more:
+            part = self._receive_part(_LAST, False)
+            frames.append(part.bytes if len(frames) < self._copied_parts else part)
+        return frames
 
     def _look_again(self) -> None:
         if self._next_read is None and self._is_readable():
             self._next_read = self._loop.call_soon(self._read)
 
     def _is_readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)  # asked, because failing to receive costs more
+        return bool(int(self._get(_EVENTS)) & _READABLE)  # asked, because failing to receive costs more
