@@ -28,6 +28,12 @@ SETS = (
 KINDS = ("message_queue", "rollouter", "reward", "reward/1", "inference/0", "parameter_sync", "trainer/0")
 
 
+def steps_made(run_dir: Path) -> set[str]:
+    """The whole lines of metrics.jsonl, which may be cut just now. A step made again has another line: its times differ."""
+    file = run_dir / "metrics.jsonl"
+    return {line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")} if file.exists() else set()
+
+
 class Chaos:
     """Kills rows of one run, one after the other, and sees each come back."""
 
@@ -38,19 +44,19 @@ class Chaos:
     def kill(self, row: str) -> None:
         """Kill this row, wait until it is back and a further step is made, then a random moment longer."""
         self._until(lambda: psutil.pid_exists(self._pid(row)), BACK_SECONDS, f"{row} is back from an earlier kill")
-        pid, steps = self._pid(row), self._steps()
+        pid, before = self._pid(row), self._steps()
         os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
         self._until(lambda: self._pid(row) != pid, BACK_SECONDS, f"{row} is back")
         self.slowest = max(self.slowest, time.monotonic() - began)
-        self._until(lambda: self._steps() != steps, 90, f"a step after {row} was killed")
+        self._until(lambda: not self._steps() <= before, 90, f"a step after {row} was killed")
         time.sleep(self.random.uniform(0, 2))
 
     def _pid(self, row: str) -> int:
         return int(self.run.started["processes"][row][0])
 
-    def _steps(self) -> int:
-        return len(self.run.lines_so_far("metrics.jsonl"))
+    def _steps(self) -> set[str]:
+        return steps_made(self.run.run_dir)
 
     def _until(self, condition, seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds

@@ -11,11 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.test_kills import SETS
+from asyncrl.checkpoint import Checkpoints
+from tests.chaos.test_kills import SETS, steps_made
 from tests.chaos.witness import faults
 from tests.end_to_end.runs import Launched, asyncrl, leftovers
 
 pytestmark = [pytest.mark.end_to_end]
+
+BACK_SECONDS = 15.0  # beyond what the first start took
 
 
 def kill_everything(run: Launched) -> None:
@@ -29,16 +32,35 @@ def kill_everything(run: Launched) -> None:
     run.process.wait(10)
 
 
+class Launches:
+    """Launches of one run, one after the other, each timed from its start to its first step."""
+
+    def __init__(self, run_dir: Path, *sets: str):
+        self._run_dir, self._sets = run_dir, sets
+        self._start_up: float | None = None
+
+    def next(self) -> Launched:
+        """A launch that has made a step: in time, compared with the first."""
+        before = steps_made(self._run_dir)
+        began = time.monotonic()
+        run = Launched(self._run_dir, *self._sets, short=False)
+        run.until(lambda: not steps_made(self._run_dir) <= before, 150, "a further step")
+        seconds = time.monotonic() - began
+        self._start_up = self._start_up or seconds
+        assert seconds <= self._start_up + BACK_SECONDS, f"back after {seconds:.1f} s, first up after {self._start_up:.1f} s"
+        return run
+
+
 def killed_and_resumed(tmp_path: Path, durability: str, kills: int, steps: int, *, seed: int) -> None:
     chance = random.Random(seed)
-    sets = (*SETS, f"training.steps={steps}", f"queue.durability={durability}")
-    for _ in range(kills):
-        run = Launched(tmp_path / "run", *sets, short=False)
-        before = len(run.lines_so_far("metrics.jsonl"))
-        run.until(lambda run=run, before=before: len(run.lines_so_far("metrics.jsonl")) != before, 90, "a further step")
+    launches = Launches(tmp_path / "run", *SETS, f"training.steps={steps}", f"queue.durability={durability}")
+    for left in reversed(range(kills)):
+        run = launches.next()
+        if not left:
+            run.until(lambda: Checkpoints(tmp_path / "run").newest_complete() is not None, 90, "a checkpoint")
         time.sleep(chance.uniform(0, 3))
         kill_everything(run)
-    run = Launched(tmp_path / "run", *sets, short=False)
+    run = launches.next()
     assert run.wait(600) == 0, run.text[-4000:]
     assert "the run goes on from the checkpoint of step" in run.text
     assert run.summary["status"] == "finished"
@@ -58,7 +80,7 @@ def test_a_run_killed_once_goes_on(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("durability", ["process", "none"])
 def test_a_run_killed_ten_times_goes_on(tmp_path: Path, durability: str) -> None:
-    killed_and_resumed(tmp_path, durability, kills=10, steps=600, seed=1)
+    killed_and_resumed(tmp_path, durability, kills=10, steps=900, seed=1)
 
 
 ON_POLICY = (
