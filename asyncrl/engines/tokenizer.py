@@ -21,6 +21,7 @@ class HfTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **options)
         except (OSError, ValueError) as error:
             raise UserError(f"no tokenizer loads from {str(path)!r}: {error}; name its folder in model.tokenizer") from error
+        self._plain_encode = _plain_encode(self._tokenizer)
         self._plain_decode = _plain_decode(self._tokenizer)
         self._eos_token_ids = _eos_token_ids(model_path or path, self._tokenizer.eos_token_id, options)
 
@@ -35,7 +36,7 @@ class HfTokenizer:
         Raises UserError for messages when the tokenizer has no chat template.
         """
         if isinstance(prompt, str):
-            return list(self._tokenizer.encode(prompt))
+            return self._plain_encode(prompt).ids if self._plain_encode else list(self._tokenizer.encode(prompt))
         if not self._tokenizer.chat_template:
             raise UserError(
                 "the prompt is a list of messages, and the tokenizer has no chat template: give text, or another tokenizer"
@@ -47,18 +48,33 @@ class HfTokenizer:
         return str(decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 
+def _plain_encode(tokenizer: Any) -> Callable[..., Any] | None:
+    """The encoder inside a fast tokenizer, where transformers adds nothing to what it says: a quarter of the time."""
+    if not _is_plain(tokenizer, "encode", "_encode_plus"):
+        return None
+    encoder = tokenizer.backend_tokenizer
+    encoder.no_truncation()
+    encoder.no_padding()
+    encoder.encode_special_tokens = tokenizer.split_special_tokens
+    return encoder.encode  # type: ignore[no-any-return]
+
+
 def _plain_decode(tokenizer: Any) -> Callable[..., str] | None:
     """The decoder inside a fast tokenizer, where transformers adds nothing to what it says: a fifth of the time."""
+    is_plain = _is_plain(tokenizer, "decode", "_decode") and not tokenizer.clean_up_tokenization_spaces
+    return tokenizer.backend_tokenizer.decode if is_plain else None
+
+
+def _is_plain(tokenizer: Any, outer: str, inner: str) -> bool:
+    """Whether these methods are those of every fast tokenizer, and not of one model's own."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
-    is_plain = (
+    return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
-        and kind.decode is PreTrainedTokenizerBase.decode
-        and kind._decode is PreTrainedTokenizerFast._decode
-        and not tokenizer.clean_up_tokenization_spaces
+        and getattr(kind, outer) is getattr(PreTrainedTokenizerBase, outer)
+        and getattr(kind, inner) is getattr(PreTrainedTokenizerFast, inner)
     )
-    return tokenizer.backend_tokenizer.decode if is_plain else None
 
 
 def _eos_token_ids(path: str | Path, own: int | None, options: dict[str, Any]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from asyncrl.engines.builtin.characters import character_tokenizer
 from asyncrl.engines.tokenizer import HfTokenizer
@@ -27,6 +28,26 @@ def test_text_is_encoded_as_it_stands_and_decoded_back(folder):
     assert len(ids) == 6
     assert tokenizer.decode(ids) == "1+2+3="
     assert tokenizer.decode([*ids, 1]) == "1+2+3="
+
+
+@pytest.mark.parametrize("text", ["1+2+3=", "", " two  spaces", "<eos>1", "é ẞ 漢 \U0001f600", "1" * 500])
+def test_text_has_the_ids_that_transformers_gives_it(folder, text):
+    own = AutoTokenizer.from_pretrained(folder)
+    assert HfTokenizer(folder).encode_prompt(text) == own.encode(text)
+
+
+def test_a_text_is_neither_cut_nor_padded_whatever_the_tokenizer_was_saved_with(tmp_path):
+    own = character_tokenizer()
+    own.backend_tokenizer.enable_truncation(3)
+    own.backend_tokenizer.enable_padding(length=16)
+    own.save_pretrained(tmp_path)
+    assert len(HfTokenizer(tmp_path).encode_prompt("1+2+3=")) == 6
+
+
+def test_a_tokenizer_with_an_encoding_of_its_own_keeps_it(folder, monkeypatch):
+    own = AutoTokenizer.from_pretrained(folder)
+    monkeypatch.setattr(type(own), "encode", lambda self, text: [7, 7], raising=False)
+    assert HfTokenizer(folder).encode_prompt("1+2+3=") == [7, 7]
 
 
 def test_messages_go_through_the_chat_template_with_the_generation_prompt(tmp_path):
