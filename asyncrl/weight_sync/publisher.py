@@ -236,9 +236,10 @@ class _Copier:
     @torch.no_grad()
     def copy(self, shards: list[LocalShard], slot: _Slot) -> Callable[[], None]:
         """Start the copy; the returned function blocks until the slot holds it."""
-        for local, place in zip(shards, slot.places, strict=True):
-            if place is not None:
-                place.copy_(local.local())
+        held = [(place, local.local()) for local, place in zip(shards, slot.places, strict=True) if place is not None]
+        if held:
+            places, sources = zip(*held, strict=True)
+            torch._foreach_copy_(places, sources)
         return lambda: None
 
 
