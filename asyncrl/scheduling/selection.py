@@ -11,6 +11,7 @@ b < (o + η + 1)·P =: deadline. No token older than η ever stays in a loss mas
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -192,24 +193,29 @@ class Selector:
 
 def candidate_of(group: ScoredGroup) -> Candidate:
     """A scored group as a pick sees it."""
-    mask = scored_mask(group)
-    versions = group.versions[mask]
-    rewards = group.rewards[np.isfinite(group.rewards)]
-    equal = bool(len(rewards) < 2 or rewards.max() == rewards.min())
+    rewards = [reward for reward in group.rewards.tolist() if math.isfinite(reward)]
+    equal = len(rewards) < 2 or max(rewards) == min(rewards)
+    versions = group.versions[scored_mask(group)]
     if not len(versions):
         return Candidate(group.id, None, None, equal)
-    return Candidate(group.id, int(versions.min()), int(versions.max()), equal)
+    return Candidate(group.id, int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions)), equal)
 
 
 def scored_mask(group: ScoredGroup) -> npt.NDArray[np.bool_]:
-    """The loss mask without the tokens of members that have no reward. bool[T]."""
+    """The loss mask without the tokens of members that have no reward: the group's own where all have one. bool[T]."""
+    if all(map(math.isfinite, group.rewards.tolist())):
+        return group.loss_mask
     scored: npt.NDArray[np.bool_] = np.repeat(np.isfinite(group.rewards), group.lengths)
     return group.loss_mask & scored
 
 
 def narrow(group: ScoredGroup, *, version: int, max_staleness: int) -> ScoredGroup:
-    """The group with a loss mask that holds no token of an unscored member, and none older than the bound allows at `version`."""
-    return dataclasses.replace(group, loss_mask=scored_mask(group) & (group.versions >= version - max_staleness))
+    """The group with a loss mask that holds no token of an unscored member, and none older than the bound allows at `version`;
+    the group itself where it holds none of those."""
+    mask, fresh = scored_mask(group), group.versions >= version - max_staleness
+    if mask is group.loss_mask and np.logical_and.reduce(fresh):
+        return group
+    return dataclasses.replace(group, loss_mask=mask & fresh)
 
 
 def split_filtered(
