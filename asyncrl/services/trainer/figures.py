@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +25,23 @@ class TrainedTokens:
     by_staleness: tuple[int, ...]
 
 
+NOTHING = TrainedTokens(0, 0, None, 0, None, ())
+
+
 def trained_tokens(groups: Sequence[ScoredGroup], version: int) -> TrainedTokens:
     """groups: narrowed ones; `version` is the trainer's when the step began."""
-    versions = np.concatenate([group.versions[group.loss_mask] for group in groups]) if groups else np.zeros(0, np.int32)
+    if not groups:
+        return NOTHING
+    mask = np.concatenate([group.loss_mask for group in groups])
+    versions = np.concatenate([group.versions for group in groups])[mask].astype(np.int64)
     if not len(versions):
-        return TrainedTokens(0, 0, None, 0, None, ())
-    staleness = np.maximum(0, version - versions.astype(np.int64))
-    members = sum(int((np.bincount(_member_of(group)[group.loss_mask]) > 0).sum()) for group in groups)
+        return NOTHING
+    lengths = np.concatenate([group.lengths for group in groups])
+    response = np.repeat(np.arange(len(lengths)), lengths)  # that each token belongs to
+    staleness = np.maximum(0, version - versions)
     return TrainedTokens(
         tokens=len(versions),
-        trajectories=members,
+        trajectories=int(np.count_nonzero(np.bincount(response[mask]))),
         versions=(int(versions.min()), int(versions.max())),
         staleness_sum=int(staleness.sum()),
         staleness_max=int(staleness.max()),
@@ -62,11 +70,10 @@ def reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     logged: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for name, values in group.components.items():
-            logged[f"reward/{name}"] += values[np.isfinite(values)].tolist()
+            logged[f"reward/{name}"] += filter(math.isfinite, values.tolist())
         for name, value in group.metrics.items():
             logged[f"reward/{name}"].append(value)
-    metrics |= {name: float(np.mean(values)) for name, values in logged.items() if values and name not in metrics}
-    return {name: float(value) for name, value in metrics.items()}
+    return metrics | {name: sum(values) / len(values) for name, values in logged.items() if values and name not in metrics}
 
 
 def response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -88,8 +95,3 @@ def ends_of_reward_curve(means: Sequence[float]) -> tuple[float | None, float | 
         return None, None
     window = min(len(means), max(5, -(-len(means) // 20)))
     return float(np.mean(means[:window])), float(np.mean(means[-window:]))
-
-
-def _member_of(group: ScoredGroup) -> np.ndarray:
-    """Position in the group of the member that each token belongs to. int64[T]."""
-    return np.repeat(np.arange(len(group.lengths)), group.lengths)
