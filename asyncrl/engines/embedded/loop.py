@@ -49,7 +49,8 @@ Listener = Callable[[Sequence[Update]], None]
 @dataclass
 class EngineStats:
     """Counts since the start. decode_seconds: wall time of decode steps; forward_cpu_seconds: processor time of the
-    loop's thread in the model (decode, prefill, sampling), which is what the engine cannot do without."""
+    loop's thread in the model (decode, prefill, sampling) and in copying keys and values from slot to slot (a prompt's to those
+    that share it, a sequence's when it moves), which is what the engine cannot do without."""
 
     generated_tokens: int = 0
     prefilled_tokens: int = 0
@@ -233,7 +234,9 @@ class EngineLoop:
 
     def _move_and_tell(self, updates: Sequence[Update], moves: Moves | None) -> None:
         if moves is not None and len(moves.source):
+            began = time.thread_time()
             self._runner.cache.copy(moves.source.tolist(), moves.target.tolist(), moves.length)
+            self.stats.forward_cpu_seconds += time.thread_time() - began
         self._tell(updates)
 
     def _tell(self, updates: Sequence[Update]) -> None:
