@@ -11,8 +11,8 @@ promises, or they raise a FrameError: garbage never becomes a message. A message
 `encode` and `to_payload`, so that the mistake shows where it was made.
 
 The payload stands on the hot path, twice per trajectory. Hence the few plain ways to save time: arrays are slices of one view
-of the payload, tables replace attribute lists, a dataclass is filled at once, one packer serves everybody (what it packs are
-plain types, checked before: it runs no Python code, so threads cannot meet in it).
+of the payload, tables replace attribute lists, a dataclass is filled at once, each kind of message has a way of its own, and one
+packer serves everybody (what it packs are plain types, checked before: it runs no Python code, so threads cannot meet in it).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from struct import Struct
 from typing import Any, TypeVar
 
@@ -51,19 +51,21 @@ _TRAJECTORY_ARRAYS = ("prompt_tokens", "response_tokens", "versions", "log_probs
 _GROUP_ARRAYS = ("prompt_tokens", "response_tokens", "versions", "members", "lengths", "log_probs", "rewards", "loss_mask")
 _NUM_GROUP_INTS = 5
 _BEFORE_COMPONENTS = 7  # of a group's arrays: then comes one per component, whose names are a field, then the mask
-_TRAJECTORY_PARTS, _GROUP_PARTS = _TRAJECTORY_FIELDS + _TRAJECTORY_ARRAYS, _GROUP_FIELDS + _GROUP_ARRAYS
 
 _INT32, _FLOAT32, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|b1")
 _TRAJECTORY_DTYPES = [_INT32] * 3 + [_FLOAT32, _BOOL]
+_NUM_FIELDS = {TRAJECTORY: len(_TRAJECTORY_FIELDS), SCORED_GROUP: len(_GROUP_FIELDS)}
 _NUM_COUNTS = {TRAJECTORY: 2, SCORED_GROUP: 3}
 _FINISH_REASONS = frozenset(("stop", "length", "abort", "failed"))
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _CONTAINERS = frozenset((list, tuple, dict))
 _PADDING = [bytes(-size % 8) for size in range(8)]
 _LENGTH = Struct("<Q")
+_TOKEN_BYTES = sum(dtype.itemsize for dtype in _TRAJECTORY_DTYPES[1:])  # of a trajectory's arrays, per response token
 
 _trajectory_fields, _trajectory_arrays = itemgetter(*_TRAJECTORY_FIELDS), itemgetter(*_TRAJECTORY_ARRAYS)
 _group_fields, _group_arrays = itemgetter(*_GROUP_FIELDS), itemgetter(*_GROUP_ARRAYS)
+_dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
 _pack = msgpack.Packer(unicode_errors="surrogatepass").pack
 
 
@@ -107,7 +109,7 @@ def decode(frames: Sequence[Frame], *, max_bytes: int) -> Message:
     if found != [count * dtype.itemsize for dtype, count in zip(dtypes, sizes, strict=True)]:
         raise TruncatedFrame(f"{tag} announces arrays of {sizes!r:.80} elements; frames of {found} bytes came")
     arrays = [np.frombuffer(frame, dtype) for frame, dtype in zip(frames[1:], dtypes, strict=True)]
-    return _put_together(tag, fields, arrays)
+    return _trajectory(fields, arrays) if tag == TRAJECTORY else _scored_group(fields, arrays)
 
 
 def from_payload(payload: Frame) -> Message:
@@ -121,11 +123,12 @@ def from_payload(payload: Frame) -> Message:
     if start > len(view):
         raise TruncatedFrame(f"the payload announces a header of {header_bytes} bytes and has {len(view)} in all")
     tag, fields, counts = _header(view[_LENGTH.size : header_end])
-    cut = _cut_trajectory if tag == TRAJECTORY else _cut_scored_group
-    return _put_together(tag, fields, cut(view, start, fields, counts))
+    if tag == TRAJECTORY:
+        return _trajectory(fields, _cut_trajectory(view, start, counts))
+    return _scored_group(fields, _cut_scored_group(view, start, fields, counts))
 
 
-def _cut_trajectory(view: memoryview, start: int, _fields: list[Any], counts: list[int]) -> list[Array]:
+def _cut_trajectory(view: memoryview, start: int, counts: list[int]) -> list[Array]:
     """The arrays that begin at byte `start` and fill the payload."""
     num_prompt, num_tokens = counts
     prompt = start // 4  # from here on in elements of 4 bytes
@@ -171,9 +174,8 @@ def _header(frame: Frame) -> tuple[str, list[Any], list[int]]:
         raise UnknownTag(f"the header names {tag!r:.40}; known are {TRAJECTORY} and {SCORED_GROUP}")
     if type(schema) is not int or schema != SCHEMA_VERSION:
         raise UnknownSchema(f"{tag} of schema {schema!r:.40}; this build reads schema {SCHEMA_VERSION}")
-    if type(fields) is not list:
-        raise MalformedFrame("fields must be a list")
-    _check_fields(tag, fields)
+    if type(fields) is not list or len(fields) != _NUM_FIELDS[tag]:
+        raise MalformedFrame(f"{tag} has {_NUM_FIELDS[tag]} fields in a list; found {fields!r:.120}")
     if type(counts) is not list or len(counts) != _NUM_COUNTS[tag] or not _are_counts(counts):
         raise MalformedFrame(f"{tag} has {_NUM_COUNTS[tag]} counts, each at least 0; found {counts!r:.120}")
     return tag, fields, counts
@@ -183,57 +185,56 @@ def _no_extension(code: int, _data: bytes) -> Any:
     raise MalformedFrame(f"a message has no extension types, found {code}")
 
 
-def _check_fields(tag: str, fields: Sequence[Any]) -> None:
-    """Their number, and the names of a scored group's components, on which the number of arrays depends."""
-    if tag == TRAJECTORY:
-        if len(fields) != len(_TRAJECTORY_FIELDS):
-            raise MalformedFrame(f"a trajectory has {len(_TRAJECTORY_FIELDS)} fields; found {len(fields)}")
-        return
-    _check(len(fields) == len(_GROUP_FIELDS), f"a scored group has {len(_GROUP_FIELDS)} fields", len(fields))
-    names = fields[3]
-    _check(_list_of(names, _is_text) and len(set(names)) == len(names), "components have names, each once", names)
-
-
 def _dtypes_and_sizes(tag: str, fields: Sequence[Any], counts: Sequence[int]) -> tuple[list[np.dtype[Any]], list[int]]:
-    """Of each array, in their order."""
+    """Of each array, in their order. How many a scored group has depends on the names of its components, which are checked."""
     if tag == TRAJECTORY:
         prompt, tokens = counts
         return _TRAJECTORY_DTYPES, [prompt, tokens, tokens, tokens, tokens]
     prompt, tokens, members = counts
-    of_members = 1 + len(fields[3])  # rewards and components
+    names = fields[3]
+    _check(_list_of(names, _is_text) and len(set(names)) == len(names), "components have names, each once", names)
+    of_members = 1 + len(names)  # rewards and components
     dtypes = [_INT32] * _NUM_GROUP_INTS + [_FLOAT32] * (1 + of_members) + [_BOOL]
     return dtypes, [prompt, tokens, tokens, members, members, tokens] + [members] * of_members + [tokens]
 
 
 def _take_apart(message: Message) -> tuple[bytes, Sequence[Array], int]:
     """(header, arrays, bytes of the arrays), every rule checked."""
-    values = message.__dict__
-    fields: Sequence[Any]
-    arrays: Sequence[Array]
-    if type(message) is Trajectory:
-        tag, fields, arrays = TRAJECTORY, _trajectory_fields(values), _trajectory_arrays(values)
-    else:
-        assert type(message) is ScoredGroup, f"no message: {type(message).__name__}"
-        tag, fields, arrays = SCORED_GROUP, list(_group_fields(values)), list(_group_arrays(values))
-        fields[3] = list(message.components)
-        arrays[_BEFORE_COMPONENTS:_BEFORE_COMPONENTS] = message.components.values()
+    is_trajectory = type(message) is Trajectory
+    assert is_trajectory or type(message) is ScoredGroup, f"no message: {type(message).__name__}"
+    tag, take = (TRAJECTORY, _take_trajectory) if is_trajectory else (SCORED_GROUP, _take_scored_group)
     try:
-        _check_fields(tag, fields)
-        counts = [arrays[0].size, arrays[1].size]
-        if tag == SCORED_GROUP:
-            counts.append(arrays[3].size)
-        dtypes, sizes = _dtypes_and_sizes(tag, fields, counts)
-        _check_arrays(arrays, dtypes, sizes)
-        _check_parts(tag, fields, arrays)
-        return _pack((tag, SCHEMA_VERSION, fields, counts)), arrays, 4 * sum(sizes[:-1]) + sizes[-1]
+        return take(message.__dict__)
     except MalformedFrame as error:
         raise MalformedFrame(f"{tag} {message.id}: {error}") from None
     except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise MalformedFrame(f"{tag} {message.id} holds a value that cannot travel: {error}") from error
 
 
-def _check_arrays(arrays: Sequence[Array], dtypes: list[np.dtype[Any]], sizes: list[int]) -> None:
-    if [array.dtype for array in arrays] == dtypes and [array.shape for array in arrays] == [(size,) for size in sizes]:
+def _take_trajectory(values: dict[str, Any]) -> tuple[bytes, Sequence[Array], int]:
+    fields, arrays = _trajectory_fields(values), _trajectory_arrays(values)
+    num_prompt, num_tokens = arrays[0].size, arrays[1].size
+    of_tokens = (num_tokens,)
+    _check_arrays(arrays, _TRAJECTORY_DTYPES, [(num_prompt,), of_tokens, of_tokens, of_tokens, of_tokens])
+    _check_trajectory(fields, num_tokens)
+    header = _pack((TRAJECTORY, SCHEMA_VERSION, fields, (num_prompt, num_tokens)))
+    return header, arrays, 4 * num_prompt + _TOKEN_BYTES * num_tokens
+
+
+def _take_scored_group(values: dict[str, Any]) -> tuple[bytes, Sequence[Array], int]:
+    fields, arrays = list(_group_fields(values)), list(_group_arrays(values))
+    components = fields[3]
+    fields[3] = list(components)
+    arrays[_BEFORE_COMPONENTS:_BEFORE_COMPONENTS] = components.values()
+    counts = (arrays[0].size, arrays[1].size, arrays[3].size)
+    dtypes, sizes = _dtypes_and_sizes(SCORED_GROUP, fields, counts)
+    _check_arrays(arrays, dtypes, [(size,) for size in sizes])
+    _check_scored_group(fields, arrays)
+    return _pack((SCORED_GROUP, SCHEMA_VERSION, fields, counts)), arrays, 4 * sum(sizes[:-1]) + sizes[-1]
+
+
+def _check_arrays(arrays: Sequence[Array], dtypes: list[np.dtype[Any]], shapes: list[tuple[int]]) -> None:
+    if list(map(_dtype_of, arrays)) == dtypes and list(map(_shape_of, arrays)) == shapes:
         return
     found = [f"{array.dtype}{list(array.shape)}" for array in arrays]
     raise MalformedFrame(
@@ -242,18 +243,49 @@ def _check_arrays(arrays: Sequence[Array], dtypes: list[np.dtype[Any]], sizes: l
     )
 
 
-def _put_together(tag: str, fields: list[Any], arrays: list[Array]) -> Message:
+def _trajectory(fields: list[Any], arrays: list[Array]) -> Trajectory:
     """The message of these parts, every rule checked."""
-    if arrays[-1].tobytes().translate(None, b"\0\1"):
-        raise MalformedFrame("loss_mask holds a byte other than 0 and 1")
-    _check_parts(tag, fields, arrays)
-    if tag == TRAJECTORY:
-        fields[0] = TrajectoryId._make(fields[0])
-        return _filled(Trajectory, dict(zip(_TRAJECTORY_PARTS, fields + arrays, strict=True)))
+    prompt_tokens, response_tokens, versions, log_probs, loss_mask = arrays
+    _check_mask(loss_mask)
+    _check_trajectory(fields, response_tokens.size)
+    identity, group_size, start_version, finish, prompt, response, truth, extra, messages, calls, seconds, failure = fields
+    return _filled(
+        Trajectory,
+        {
+            "id": TrajectoryId._make(identity),
+            "group_size": group_size,
+            "start_version": start_version,
+            "prompt_tokens": prompt_tokens,
+            "response_tokens": response_tokens,
+            "loss_mask": loss_mask,
+            "log_probs": log_probs,
+            "versions": versions,
+            "finish_reason": finish,
+            "prompt": prompt,
+            "response": response,
+            "ground_truth": truth,
+            "extra_info": extra,
+            "messages": messages,
+            "tool_calls": calls,
+            "generate_seconds": seconds,
+            "failure": failure,
+        },
+    )
+
+
+def _scored_group(fields: list[Any], arrays: list[Array]) -> ScoredGroup:
+    """As `_trajectory`."""
+    _check_mask(arrays[-1])
+    _check_scored_group(fields, arrays)
     fields[0] = GroupId._make(fields[0])
     fields[3] = dict(zip(fields[3], arrays[_BEFORE_COMPONENTS:-1], strict=True))
     del arrays[_BEFORE_COMPONENTS:-1]
-    return _filled(ScoredGroup, dict(zip(_GROUP_PARTS, fields + arrays, strict=True)))
+    return _filled(ScoredGroup, dict(zip(_GROUP_FIELDS + _GROUP_ARRAYS, fields + arrays, strict=True)))
+
+
+def _check_mask(loss_mask: Array) -> None:
+    if loss_mask.tobytes().translate(None, b"\0\1"):
+        raise MalformedFrame("loss_mask holds a byte other than 0 and 1")
 
 
 def _filled(kind: type[_Kind], values: dict[str, Any]) -> _Kind:
@@ -261,14 +293,6 @@ def _filled(kind: type[_Kind], values: dict[str, Any]) -> _Kind:
     message = object.__new__(kind)
     object.__setattr__(message, "__dict__", values)
     return message
-
-
-def _check_parts(tag: str, fields: Sequence[Any], arrays: Sequence[Array]) -> None:
-    """Every rule of `types` on parts whose number, dtypes and sizes are right. Raises MalformedFrame."""
-    if tag == TRAJECTORY:
-        _check_trajectory(fields, arrays[1].size)
-    else:
-        _check_scored_group(fields, arrays)
 
 
 def _check_trajectory(fields: Sequence[Any], num_tokens: int) -> None:

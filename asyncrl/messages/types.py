@@ -23,7 +23,8 @@ class GroupId(NamedTuple):
     attempt: int
 
     def __str__(self) -> str:
-        return f"{self.epoch}/{self.row}/{self.attempt}"
+        epoch, row, attempt = self
+        return f"{epoch}/{row}/{attempt}"
 
     @classmethod
     def parse(cls, text: str) -> GroupId:
@@ -43,7 +44,8 @@ class TrajectoryId(NamedTuple):
     member: int
 
     def __str__(self) -> str:
-        return f"{self.epoch}/{self.row}/{self.attempt}/{self.member}"
+        epoch, row, attempt, member = self
+        return f"{epoch}/{row}/{attempt}/{member}"
 
     @classmethod
     def parse(cls, text: str) -> TrajectoryId:

@@ -74,7 +74,7 @@ class LoopSocket:
     def __init__(self, socket: zmq.Socket[bytes], on_batch: Callable[[list[Frames]], None], *, copied_parts: int = sys.maxsize):
         self._socket = socket
         self._receive_part, self._get = socket.recv, socket.getsockopt
-        self._send_part: Callable[..., Any] = super(zmq.Socket, socket).send  # without the options that pyzmq adds in Python: we use none
+        self._send_part: Callable[..., Any] = super(zmq.Socket, socket).send  # without the options that pyzmq adds in Python
         self._on_batch = on_batch
         self._copied_parts = copied_parts
         self._loop = asyncio.get_running_loop()
