@@ -66,7 +66,7 @@ class Records:
 
     def _chosen(self, groups: Sequence[ScoredGroup]) -> Iterator[tuple[ScoredGroup, int]]:
         """(group, place of the member) of the trained trajectories to keep: one member of each group, then a second of each, …"""
-        scored = [(group, np.flatnonzero(np.isfinite(group.rewards)).tolist()) for group in groups]
+        scored = [(group, [place for place, r in enumerate(group.rewards.tolist()) if math.isfinite(r)]) for group in groups]
         left = self._samples_per_step
         for turn in range(max((len(places) for _, places in scored), default=0)):
             for group, places in scored:
@@ -81,8 +81,8 @@ class Records:
 
 
 def _sample(step: int, group: ScoredGroup, place: int, state: str) -> dict[str, Any]:
-    end = int(group.lengths[: place + 1].sum())
-    versions = group.versions[end - int(group.lengths[place]) : end]
+    lengths = group.lengths[: place + 1].tolist()
+    versions = group.versions[sum(lengths[:-1]) : sum(lengths)]
     return {
         "step": step,
         "id": str(group.id.member(int(group.members[place]))),
@@ -93,7 +93,7 @@ def _sample(step: int, group: ScoredGroup, place: int, state: str) -> dict[str, 
         "response": group.responses[place],
         "finish_reason": group.finish_reasons[place],
         "ground_truth": group.ground_truth,
-        "versions": {"min": int(versions.min()), "max": int(versions.max())} if len(versions) else None,
+        "versions": {"min": int(np.minimum.reduce(versions)), "max": int(np.maximum.reduce(versions))} if len(versions) else None,
     }
 
 
