@@ -1,7 +1,7 @@
 """Cross-checks: what two fields, or a field and a fact about model and data, say wrong together. Pure.
 
 Each check is a function `(config, facts) -> Iterator[Problem]` in `CHECKS`; a problem's message has the rule, the values found
-and the fix. `advice` holds what is allowed and worth knowing.
+and the fix. What would have no effect is in `checks_effect`. `advice` holds what is allowed and worth knowing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
+from asyncrl.config import checks_effect
 from asyncrl.config.facts import Facts
 from asyncrl.config.schema import Config
 from asyncrl.errors import Problem
@@ -115,7 +116,7 @@ def _group_of_one(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "rollout.group_size",
             f"rollout.group_size is 1, but {name} compares the responses of a group, and every advantage would be 0: raise "
-            "rollout.group_size to at least 2, or set algorithm.advantage to reinforce_pp",
+            "rollout.group_size to at least 2, or set algorithm.advantage to reinforce_pp and training.filter to keep",
         )
 
 
@@ -223,44 +224,14 @@ def _schedules(config: Config, facts: Facts) -> Iterator[Problem]:
             f"training.warmup_steps is {training.warmup_steps}, but training.steps is {training.steps}, so the learning rate "
             f"would never reach its peak: lower training.warmup_steps to at most {training.steps}",
         )
-    if training.final_learning_rate_factor > 0 and training.schedule == "constant":
-        yield Problem(
-            "training.final_learning_rate_factor",
-            f"training.final_learning_rate_factor is {training.final_learning_rate_factor:g}, but training.schedule constant "
-            "does not decay: set training.schedule to linear or cosine, or leave the factor out",
-        )
-    if training.max_refill_factor != 3.0 and training.filter != "refill":
-        yield Problem(
-            "training.max_refill_factor",
-            f"training.max_refill_factor is {training.max_refill_factor:g}, but training.filter is {training.filter}, which "
-            "does not refill: set training.filter to refill, or leave the factor out",
-        )
-
-
-def _checkpoints(config: Config, facts: Facts) -> Iterator[Problem]:
-    every, best = config.checkpoint.every, config.checkpoint.best
-    if best is None:
-        return
-    if not every:
-        yield Problem(
-            "checkpoint.best",
-            f"checkpoint.best is {best}, but checkpoint.every is 0 (off), so there is nothing to keep: set checkpoint.every to a "
-            "number of steps, or leave checkpoint.best out",
-        )
-    if best.startswith("eval/") and config.data.eval is None:
-        yield Problem(
-            "checkpoint.best",
-            f"checkpoint.best is {best}, but nothing is evaluated (data.eval is null): give held-out prompts as data.eval, or "
-            "name a metric of training such as reward/mean",
-        )
 
 
 def _evaluation(config: Config, facts: Facts) -> Iterator[Problem]:
     if config.data.eval is None and "eval" not in config.data.model_fields_set and "eval" in config.model_fields_set:
         yield Problem(
             "eval",
-            "eval says how to evaluate, but data.eval does not say on what: give held-out prompts as data.eval, or set "
-            "data.eval to null (no evaluation)",
+            "eval says how to evaluate, but data.eval does not say on what: give held-out prompts as data.eval, or leave "
+            "eval out (no evaluation)",
         )
 
 
@@ -329,8 +300,8 @@ CHECKS: tuple[Check, ...] = (
     _correction,
     _batches,
     _schedules,
-    _checkpoints,
     _evaluation,
+    *checks_effect.CHECKS,
     _tracking,
     _cluster,
     _bind_address,

@@ -35,7 +35,8 @@ class DataFacts:
 @dataclass(frozen=True)
 class Facts:
     """Everything known before a launch. None: could not be learned, and checks that need it stay silent. addresses: this
-    machine's, `cluster.bind_address` among them where it is one."""
+    machine's, `cluster.bind_address` among them where it is one. async_rewards: whether a function of `reward.functions` is
+    async."""
 
     model: ModelFacts | None = None
     train: DataFacts | None = None
@@ -44,3 +45,4 @@ class Facts:
     memory_bytes: int | None = None
     gpus: int = 0
     addresses: tuple[str, ...] | None = None
+    async_rewards: bool | None = None

@@ -69,7 +69,7 @@ class ModelConfig(Section):
         "auto", description="Attention implementation; auto takes flash_attention_2 on a GPU that has it, else sdpa."
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory, more time.")
-    tokenizer: str | None = Field(None, description="Where the tokenizer lies, if not beside the model.")
+    tokenizer: str | None = Field(None, min_length=1, description="Where the tokenizer lies, if not beside the model.")
     trust_remote_code: bool = Field(
         False, description="Run Python code that comes with the model folder. Off unless you trust its author."
     )
@@ -81,10 +81,11 @@ class DataConfig(Section):
         description="Training prompts: a .jsonl or .parquet file, a built-in task, or a Python callable pkg.mod:fn or file.py:fn that yields rows.",
     )
     eval: str | None = Field(
-        None, description="Held-out prompts for evaluation, in the same forms; null switches evaluation off."
+        None, min_length=1, description="Held-out prompts for evaluation, in the same forms; null switches evaluation off."
     )
     shuffle: bool = Field(
-        True, description="Visit the rows of each epoch in an order drawn from the seed; false keeps the file's order."
+        True,
+        description="Visit the rows of each epoch in an order drawn from the seed; false keeps the file's order, which a callable that yields rows as a stream always has.",
     )
     epochs: Whole | None = Field(
         None, ge=1, description="How often the rows are visited before the data ends; null goes on until training.steps are done."
@@ -126,7 +127,7 @@ class RolloutConfig(Section):
     quarantine_after: Whole = Field(
         3,
         ge=0,
-        description="A prompt of which this many attempts in a row failed is not generated any more; 0 always tries again.",
+        description="A prompt of which this many attempts in a row failed (one an epoch) is not generated any more; 0 always tries again.",
     )
 
 
@@ -155,7 +156,9 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     functions: list[RewardFunction] = Field(min_length=1, description="Reward functions; the total is their weighted sum.")
     workers: Whole = Field(1, ge=1, description="Processes that run reward functions.")
-    concurrency: Whole = Field(32, ge=1, description="Calls of an async reward function that one worker has open at once.")
+    concurrency: Whole = Field(
+        32, ge=1, description="Calls of async reward functions that one worker has open at once; sync ones run one at a time."
+    )
     timeout_seconds: float = Field(
         10.0, gt=0, description="Time limit of one call; past it the sample failed, and the worker is free again."
     )
@@ -271,13 +274,16 @@ class TrackingConfig(Section):
 
 
 class ClusterConfig(Section):
-    ray_address: str | None = Field(None, description="Address of a running Ray cluster; null starts one for this run.")
+    ray_address: str | None = Field(
+        None, min_length=1, description="Address of a running Ray cluster; null starts one for this run."
+    )
     bind_address: str = Field(
         "127.0.0.1",
         description="IPv4 address at which the run's services listen: 127.0.0.1 (this machine alone), an address of this machine, or 0.0.0.0 where several hosts take part. Beyond loopback ZeroMQ speaks CURVE and HTTP wants a token, with keys made for the launch, which lie in the run directory for its owner alone.",
     )
     state_dir: str | None = Field(
         None,
+        min_length=1,
         description="Local folder for the ledger and the queue's journal, which a network file system cannot keep; each run takes a folder of its own in it. null: the run directory.",
     )
     start_timeout_seconds: float = Field(120.0, gt=0, description="Every service must be up by then.")

@@ -22,7 +22,7 @@ from asyncrl.config.load import LoadedConfig
 from asyncrl.config.paths import NOT_IMPORTABLE
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, Problem, UserError
-from asyncrl.pipeline.model_folder import has_chat_template, read_model
+from asyncrl.pipeline.model_folder import HUB_NAME, has_chat_template, read_model
 from asyncrl.protocols import Prompt
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def preflight(loaded: LoadedConfig, parts: Parts | None = None) -> Facts:
 def gather(config: Config, parts: Parts | None, problems: list[Problem]) -> Facts:
     """What can be learned; what cannot, though it must, is added to `problems`."""
     problems += _objects(config, parts)
-    problems += _rewards(config, parts)
+    async_rewards = _rewards(config, parts, problems)
     problems += _agent(config, parts)
     problems += _store(config)
     gpus = count_gpus()
@@ -62,6 +62,7 @@ def gather(config: Config, parts: Parts | None, problems: list[Problem]) -> Fact
         memory_bytes=_memory_bytes(),
         gpus=gpus,
         addresses=_addresses(config.cluster.bind_address),
+        async_rewards=async_rewards,
     )
 
 
@@ -88,8 +89,11 @@ def _memory_bytes() -> int:
 
 def _model(config: Config, problems: list[Problem]) -> ModelFacts | None:
     tokenizer = config.model.tokenizer
-    if tokenizer is not None and tokenizer.startswith("/") and not Path(tokenizer).is_dir():
-        message = f"model.tokenizer is {tokenizer}, and there is no such folder: give the folder that holds tokenizer.json"
+    if tokenizer is not None and not (Path(tokenizer).is_dir() or HUB_NAME.fullmatch(tokenizer)):
+        message = (
+            f"model.tokenizer is {tokenizer}, and there is no such folder: give the folder that holds tokenizer.json, or a hub "
+            "name such as owner/model"
+        )
         problems.append(Problem("model.tokenizer", message))
     try:
         return read_model(config.model.path, needs_tokenizer=tokenizer is None)
@@ -140,18 +144,23 @@ def _messages(key: str, prompts: Sequence[Prompt], config: Config) -> Iterator[P
         )
 
 
-def _rewards(config: Config, parts: Parts | None) -> Iterator[Problem]:
+def _rewards(config: Config, parts: Parts | None, problems: list[Problem]) -> bool | None:
+    """Whether some function is async; None where one cannot be looked at."""
     from asyncrl.rewards import resolve
 
     given = parts.rewards if parts else {}
+    found: list[bool | None] = []
     for position, item in enumerate(config.reward.functions):
         key = f"reward.functions.{position}.function"
         if position not in given and item.function.startswith(NOT_IMPORTABLE):
+            found.append(None)
             continue
         try:
-            resolve(given.get(position, item.function))
+            found.append(resolve(given.get(position, item.function)).is_async)
         except UserError as error:
-            yield Problem(key, str(error).replace("reward.functions[].function", key))
+            found.append(None)
+            problems.append(Problem(key, str(error).replace("reward.functions[].function", key)))
+    return True if True in found else None if None in found else False
 
 
 def _agent(config: Config, parts: Parts | None) -> Iterator[Problem]:

@@ -77,6 +77,7 @@ def test_the_resolved_quickstart_passes_too(tmp_path: Path) -> None:
         ("model.path=no_such/", "model.path", "no such folder"),
         ("model.path=no--such/model", "model.path", "neither a folder here nor a hub name"),
         ("model.tokenizer=./no_such_folder", "model.tokenizer", "no such folder"),
+        ("model.tokenizer=no_such_folder", "model.tokenizer", "or a hub name"),
         ("model.attention=flash_attention_2", "model.attention", "set model.attention to auto"),
         ("reward.functions=[{function: exact_macht}]", "reward.functions.0.function", "exact_match"),
         ("reward.functions=[{function: no_such.py:score}]", "reward.functions.0.function", "no such file"),
@@ -208,3 +209,14 @@ def test_weights_that_are_cut_short_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(weights[:-1])
     with pytest.raises(UserError, match="cut short"):
         read_model(str(folder))
+
+
+def test_whether_a_reward_is_async_is_known_where_it_can_be_looked_at(tmp_path: Path) -> None:
+    file = tmp_path / "judges.py"
+    file.write_text("async def judge(response):\n    return 1.0\n\ndef count(response):\n    return 1.0\n")
+    judge, count = (f"{{function: '{file}:{name}'}}" for name in ("judge", "count"))
+    assert preflight(load_mapping(MINIMAL, [f"reward.functions=[{judge}, {count}]"])).async_rewards is True
+    assert preflight(load_mapping(MINIMAL, [f"reward.functions=[{count}]"])).async_rewards is False
+    (problem,) = problems_of(f"reward.functions=[{count}]", "reward.concurrency=4")
+    assert problem.key == "reward.concurrency"
+    preflight(load_mapping(MINIMAL, [f"reward.functions=[{judge}]", "reward.concurrency=4"]))

@@ -1,0 +1,163 @@
+"""Options that would have no effect: what a file says happens, or is refused with what keeps it from happening. Pure.
+
+A default is no demand: it may stand where it has nothing to do, as in a resolved config.yaml. Any other value of a key in
+`EFFECTS` is refused where its part never acts. `CHECKS` holds what takes more than one key's condition to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config.facts import Facts
+from asyncrl.config.schema import Config
+from asyncrl.config.walk import nearest, node
+from asyncrl.errors import Problem
+
+EVAL_METRICS = tuple(
+    f"eval/{name}" for name in ("score", "samples", "failed", "version_min", "version_max", "response_tokens_mean", "seconds")
+)
+STEP_METRICS = (
+    "reward", "response", "trajectories", "staleness", "groups", "loss", "policy", "correction", "grad", "updates", "tokens",
+    "time", "idle", "sync", "checkpoint", "learning_rate",
+)  # fmt: skip
+"""What stands before the slash in the names of a step's metrics; what follows is the reward functions' own in part."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The keys that act only where `acts` holds; elsewhere `because` says why not, and `fix` what would let them."""
+
+    keys: tuple[str, ...]
+    acts: Callable[[Config, Facts], bool]
+    because: str
+    fix: str
+
+
+EFFECTS: tuple[Effect, ...] = (
+    Effect(
+        ("rollout.on_stale",),
+        lambda config, facts: config.rollout.max_staleness > 0,
+        "with rollout.max_staleness 0 no token is ever past the bound",
+        "raise rollout.max_staleness",
+    ),
+    Effect(
+        ("rollout.quarantine_after",),
+        lambda config, facts: config.data.epochs is None or config.rollout.quarantine_after <= config.data.epochs,
+        "data.epochs visits each prompt fewer times than that, so none can fail so often",
+        "raise data.epochs",
+    ),
+    Effect(
+        ("reward.concurrency",),
+        lambda config, facts: facts.async_rewards is not False,
+        "no function of reward.functions is async, and sync ones run one at a time",
+        "write one as `async def`, or raise reward.workers",
+    ),
+    Effect(
+        ("training.final_learning_rate_factor",),
+        lambda config, facts: config.training.schedule != "constant",
+        "training.schedule constant does not decay",
+        "set training.schedule to linear or cosine",
+    ),
+    Effect(
+        ("training.max_refill_factor",),
+        lambda config, facts: config.training.filter == "refill",
+        "training.filter does not refill",
+        "set training.filter to refill",
+    ),
+    Effect(
+        ("checkpoint.keep", "checkpoint.best", "checkpoint.timeout_seconds"),
+        lambda config, facts: config.checkpoint.every > 0,
+        "checkpoint.every is 0 (off), so there is nothing to keep",
+        "set checkpoint.every to a number of steps",
+    ),
+    Effect(
+        ("eval.every", "eval.samples", "eval.temperature"),
+        lambda config, facts: config.data.eval is not None or "eval" not in config.data.model_fields_set,
+        "data.eval is null, so nothing is evaluated",
+        "give held-out prompts as data.eval",
+    ),
+)
+
+
+def check_effects(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Values of `EFFECTS` that do nothing here."""
+    for effect in EFFECTS:
+        if effect.acts(config, facts):
+            continue
+        for key in effect.keys:
+            value, default = _value(config, key), node(key).info.default
+            if value != default:
+                remedy = f"{effect.fix}, or leave {key} at its default, {_text(default)}"
+                yield Problem(key, f"{key} is {_text(value)}, but {effect.because}: {remedy}")
+
+
+def check_filter(config: Config, facts: Facts) -> Iterator[Problem]:
+    """What the filter would make of every group, or could not do to any."""
+    training, size = config.training, config.rollout.group_size
+    if size == 1 and training.filter != "keep" and config.algorithm.advantage.name not in ("grpo", "rloo"):
+        yield Problem(
+            "training.filter",
+            f"training.filter is {training.filter}, but rollout.group_size is 1, so that rewards within a group are all equal "
+            "and none would ever train: set training.filter to keep",
+        )
+    groups = training.groups_per_step
+    if training.filter == "refill" and int(training.max_refill_factor * groups) <= groups:
+        enough = math.ceil(100 * (groups + 1) / groups) / 100
+        yield Problem(
+            "training.max_refill_factor",
+            f"training.max_refill_factor is {training.max_refill_factor:g}, so a step may look at {groups} groups, and it needs "
+            f"them all: nothing could be refilled; raise it to at least {enough:g}, or set training.filter to drop",
+        )
+
+
+def check_best(config: Config, facts: Facts) -> Iterator[Problem]:
+    """A best checkpoint that none can become."""
+    best = config.checkpoint.best
+    if best is None or not config.checkpoint.every:
+        return
+    if best.startswith("eval/"):
+        yield from _best_evaluation(config, best)
+        return
+    family = best.partition("/")[0]
+    if family not in STEP_METRICS:
+        yield Problem(
+            "checkpoint.best",
+            f"checkpoint.best is {best!r}, which no step measures: name a metric as metrics.jsonl has it, such as reward/mean or "
+            f"eval/score (the nearest kind is {nearest(family, (*STEP_METRICS, 'eval'))})",
+        )
+
+
+def _best_evaluation(config: Config, best: str) -> Iterator[Problem]:
+    if best not in EVAL_METRICS and not best.startswith("eval/score/"):
+        yield Problem(
+            "checkpoint.best",
+            f"checkpoint.best is {best!r}, which no evaluation measures: the nearest that one does is "
+            f"{nearest(best, EVAL_METRICS)}",
+        )
+    elif config.data.eval is None:
+        yield Problem(
+            "checkpoint.best",
+            f"checkpoint.best is {best}, but nothing is evaluated (data.eval is null): give held-out prompts as data.eval, or "
+            "name a metric of training such as reward/mean",
+        )
+    elif config.eval.every == 0:
+        yield Problem(
+            "checkpoint.best",
+            f"checkpoint.best is {best}, but eval.every is 0, so that no checkpoint before the last has a value of its own: set "
+            "eval.every to a number of steps, or name a metric of training such as reward/mean",
+        )
+
+
+CHECKS = (check_filter, check_best, check_effects)
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, field = key.partition(".")
+    return getattr(getattr(config, section), field)
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
