@@ -50,6 +50,7 @@ def advice(config: Config, facts: Facts) -> list[str]:
         said.append("data.eval is data.train: evaluations will be on prompts that were trained on")
     if rollout.max_concurrent < rollout.group_size:
         said.append(f"rollout.max_concurrent is {rollout.max_concurrent}, less than one group of {rollout.group_size}")
+    said += checks_effect.parameters_without_effect(config)
     processes = training.ranks + config.inference.servers
     if 0 < facts.gpus < processes:
         said.append(

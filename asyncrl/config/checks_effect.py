@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.config.entries import Entry
 from asyncrl.config.facts import Facts
 from asyncrl.config.schema import Config
 from asyncrl.config.walk import nearest, node
@@ -94,6 +95,21 @@ def check_effects(config: Config, facts: Facts) -> Iterator[Problem]:
                 yield Problem(key, f"{key} is {_text(value)}, but {effect.because}: {remedy}")
 
 
+def parameters_without_effect(config: Config) -> Iterator[str]:
+    """Parameters of the algorithm's entries that change nothing in this run: said, not refused, since a loss is often written
+    whole and how many updates it serves is set elsewhere."""
+    loss, correction, training = config.algorithm.loss, config.algorithm.correction, config.training
+    if config.algorithm.proximal == "recompute" and training.mini_batches * training.epochs_per_batch == 1:
+        written = [name for name in ("clip_low", "clip_high", "dual_clip") if name in _written(loss)]
+        if written:
+            yield (
+                f"algorithm.loss.{written[0]} clips nothing: a step makes one update (training.mini_batches and epochs_per_batch "
+                "are 1), and its ratio to the recomputed policy is 1"
+            )
+    if config.rollout.max_staleness == 0 and "decay" in _written(correction):
+        yield "algorithm.correction.decay does nothing: with rollout.max_staleness 0 no token is stale"
+
+
 def check_filter(config: Config, facts: Facts) -> Iterator[Problem]:
     """What the filter would make of every group, or could not do to any."""
     training, size = config.training, config.rollout.group_size
@@ -152,6 +168,11 @@ def _best_evaluation(config: Config, best: str) -> Iterator[Problem]:
 
 
 CHECKS = (check_filter, check_best, check_effects)
+
+
+def _written(entry: Entry) -> set[str]:
+    """The entry's parameters that are not at their default."""
+    return {name for name, info in type(entry).model_fields.items() if getattr(entry, name) != info.default}
 
 
 def _value(config: Config, key: str) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.checks import check_config
+from asyncrl.config.checks import advice, check_config
 from asyncrl.config.checks_effect import EFFECTS, EVAL_METRICS, STEP_METRICS
 from asyncrl.config.facts import Facts
 from asyncrl.config.load import dump_config, load_config, load_mapping
@@ -94,3 +94,15 @@ def test_every_metric_of_an_evaluation_and_of_a_steps_figures_may_choose_the_bes
     assert numbers == set(EVAL_METRICS)
     tokens = figures.TrainedTokens(1, 1, (0, 0), 0, 0, (1,))
     assert {name.partition("/")[0] for name in figures.staleness_metrics(tokens)} <= set(STEP_METRICS)
+
+
+def test_parameters_of_the_algorithm_that_change_nothing_are_said() -> None:
+    def said(*overrides: str) -> str:
+        return "\n".join(advice(load_mapping(MINIMAL, overrides).config, SYNC))
+
+    assert "algorithm.loss.clip_high clips nothing" in said("algorithm.loss.clip_high=0.3")
+    assert said("algorithm.loss.clip_high=0.28") == ""
+    assert said("algorithm.loss.clip_high=0.3", "training.mini_batches=2") == ""
+    assert said("algorithm.loss.clip_high=0.3", "algorithm.proximal=behave", "algorithm.correction=none") == ""
+    assert "algorithm.correction.decay does nothing" in said("algorithm.correction.decay=0.3", "rollout.max_staleness=0")
+    assert said("algorithm.correction.decay=0.3") == ""
