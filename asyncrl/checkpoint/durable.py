@@ -57,7 +57,7 @@ def in_words(error: OSError, doing: str, folder: Path | str) -> CheckpointError:
     if code in NO_ROOM:
         fix = f"make room on the disk or quota that holds {folder}, or lower checkpoint.keep"
     elif code in NOT_ALLOWED:
-        fix = f"give this user the right to write {folder}"
+        fix = f"give this user the right to read and write {folder}"
     elif code == errno.ENOENT:
         fix = f"leave {folder} alone while the run lives: something removed it"
     else:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -93,12 +94,15 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(tmp_path, damage, c
         read_checkpoint(folder)
 
 
-def test_another_format_is_refused_by_its_number(tmp_path):
-    folder = save(Checkpoints(tmp_path), 1).folder
+def test_another_format_is_refused_by_its_number_and_not_passed_over(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    folder = save(checkpoints, 2).folder
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": 9}))
     with pytest.raises(CheckpointError, match="is of format 9: use the version of asyncrl that wrote it"):
-        read_checkpoint(folder)
+        checkpoints.newest_complete()
+    assert [info.step for info in checkpoints.complete()] == [1]
 
 
 def test_a_folder_that_was_deleted_while_it_was_written_is_an_error_and_the_one_before_stays(tmp_path):
@@ -114,6 +118,57 @@ def test_a_place_that_cannot_be_written_is_an_error_with_the_systems_word_and_a_
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointError, match=r"gave 'Not a directory': look at the disk|gave 'File exists': look at the disk"):
         Checkpoints(tmp_path).begin(1)
+
+
+@contextmanager
+def closed_to_us(folder, *, looking_through=True):
+    """Nobody may do anything in this folder, but look through it where that is said; root neither."""
+    above = [each for each in folder.parents if not each.stat().st_mode & 0o001]
+    modes = {each: each.stat().st_mode for each in (folder, *above)}
+    for each in above:
+        each.chmod(modes[each] | 0o011)
+    folder.chmod(0o111 if looking_through else 0)
+    was_root = os.geteuid() == 0
+    if was_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if was_root:
+            os.seteuid(0)
+        for each, mode in modes.items():
+            each.chmod(mode)
+
+
+def test_a_folder_that_one_may_not_write_to_is_an_error_with_its_fix_and_what_was_there_stays(tmp_path):
+    checkpoints = Checkpoints(tmp_path, best="m")
+    save(checkpoints, 1)
+    (checkpoints.begin(3) / "__0_0.distcp").write_bytes(b"weights")
+    with closed_to_us(checkpoints.folder):
+        for write in (
+            lambda: checkpoints.begin(2),
+            lambda: checkpoints.commit(3, state_of(3)),
+            lambda: checkpoints.record({1: 0.5}),
+        ):
+            with pytest.raises(CheckpointError, match="gave 'Permission denied': give this user the right to read and write"):
+                write()
+        assert checkpoints.prune() == []
+        checkpoints.abandon(3)
+    assert checkpoints.newest_complete().step == 1
+
+
+def test_what_one_may_not_read_is_never_taken_for_nothing(tmp_path):
+    """Else a run would go on from an older one, or begin anew, and write over it."""
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    newest = save(checkpoints, 2).folder
+    for folder in (newest, checkpoints.folder):
+        with (
+            closed_to_us(folder, looking_through=False),
+            pytest.raises(CheckpointError, match=r"a checkpoint is read .* gave 'Permission denied': give this user the right"),
+        ):
+            checkpoints.newest_complete()
+    assert checkpoints.newest_complete().step == 2
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------
@@ -148,6 +203,30 @@ def test_what_was_saved_after_the_resumed_step_is_forgotten(tmp_path):
         save(checkpoints, step)
     checkpoints.forget_after(2)
     assert names(tmp_path) == ["step_000001", "step_000002"]
+    checkpoints.forget_after(0)
+    assert names(tmp_path) == []
+    Checkpoints(tmp_path / "none").forget_after(0)
+
+
+def test_values_of_a_future_that_will_not_be_choose_no_best(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2, best="m")
+    for step, value in ((1, 0.5), (2, 0.1), (3, 0.9)):
+        save(checkpoints, step)
+        checkpoints.record({step: value})
+    checkpoints.forget_after(2)
+    save(checkpoints, 3)
+    assert checkpoints.best() == 1
+
+
+def test_what_cannot_be_forgotten_is_an_error(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    with (
+        closed_to_us(checkpoints.folder),
+        pytest.raises(CheckpointError, match="gave 'Permission denied': give this user the right"),
+    ):
+        checkpoints.forget_after(0)
+    assert checkpoints.newest_complete().step == 1
 
 
 STEPS = st.sets(st.integers(1, 40), min_size=1, max_size=6)
