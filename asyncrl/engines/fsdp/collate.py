@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,33 +49,26 @@ def collate_step(groups: Sequence[ScoredGroup], version: int) -> StepArrays:
     assert all(len(group.prompt_tokens) for group in groups), (
         "the first response token is predicted from the prompt: it has a token"
     )
-    sizes = np.array([len(group.lengths) for group in groups], dtype=np.int64)
-    lengths_B = _joined([group.lengths for group in groups])
-    prompt_lengths_B = np.repeat(np.array([len(group.prompt_tokens) for group in groups], dtype=np.int64), sizes)
-    pieces: list[npt.NDArray[np.int32]] = []
-    for group in groups:
-        ends = np.cumsum(group.lengths)
-        for start, end in zip((ends - group.lengths).tolist(), ends.tolist(), strict=True):
-            pieces += (group.prompt_tokens, group.response_tokens[start:end])
+    groups_B = np.repeat(np.arange(len(groups)), [len(group.lengths) for group in groups])
+    lengths_B = _joined([group.lengths for group in groups]).astype(np.int64)
+    prompt_lengths_B = np.array([len(group.prompt_tokens) for group in groups], dtype=np.int64)[groups_B]
     totals_B = prompt_lengths_B + lengths_B
-    rows, columns = _positions(lengths_B)
-    shape = (len(lengths_B), int(lengths_B.max(initial=0)))
+    within_BT = np.arange(int(lengths_B.max(initial=0))) < lengths_B[:, None]
 
-    def padded(parts: list[npt.NDArray[np.generic]], dtype: type[np.generic]) -> torch.Tensor:
-        whole = np.zeros(shape, dtype=dtype)
-        whole[rows, columns] = np.concatenate(parts) if parts else 0
+    def padded(values: npt.NDArray[np.generic], dtype: type[np.generic]) -> torch.Tensor:
+        whole = np.zeros(within_BT.shape, dtype=dtype)
+        whole[within_BT] = values
         return torch.from_numpy(whole)
 
-    staleness = [np.maximum(0, version - group.versions.astype(np.int64)) for group in groups]
     return StepArrays(
-        tokens=_joined(pieces),
+        tokens=_sequences(groups, prompt_lengths_B, lengths_B),
         starts_B=np.cumsum(totals_B) - totals_B,
         prompt_lengths_B=prompt_lengths_B,
-        groups_B=np.repeat(np.arange(len(groups)), sizes),
-        rewards_B=torch.from_numpy(np.concatenate([group.rewards for group in groups]) if groups else np.zeros(0, np.float32)),
-        mask_BT=padded([group.loss_mask for group in groups], np.bool_),
-        behaviour_BT=padded([group.log_probs for group in groups], np.float32),
-        staleness_BT=padded(list(staleness), np.int64),
+        groups_B=groups_B,
+        rewards_B=torch.from_numpy(_joined([group.rewards for group in groups]).astype(np.float32)),
+        mask_BT=padded(_joined([group.loss_mask for group in groups]), np.bool_),
+        behaviour_BT=padded(_joined([group.log_probs for group in groups]), np.float32),
+        staleness_BT=padded(np.maximum(0, version - _joined([group.versions for group in groups])), np.int64),
     )
 
 
@@ -99,12 +93,14 @@ def micro_inputs(arrays: StepArrays, sequences: Sequence[int], mask_bt: torch.Te
     return MicroInputs(*(torch.from_numpy(values) for values in (input_ids, rows_N, columns_N, targets_N)))
 
 
-def _joined(parts: Sequence[npt.NDArray[np.int32]]) -> Ints:
-    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+def _sequences(groups: Sequence[ScoredGroup], prompt_lengths_B: Ints, lengths_B: Ints) -> Ints:
+    """Of each response its group's prompt, then the response, end to end."""
+    of_prompt = np.repeat(np.tile([True, False], len(lengths_B)), np.stack([prompt_lengths_B, lengths_B], axis=1).ravel())
+    tokens = np.empty(len(of_prompt), dtype=np.int64)
+    tokens[of_prompt] = _joined([group.prompt_tokens for group in groups for _ in range(len(group.lengths))])
+    tokens[~of_prompt] = _joined([group.response_tokens for group in groups])
+    return tokens
 
 
-def _positions(lengths_B: Ints) -> tuple[Ints, Ints]:
-    """(row, column) of every element of ragged rows laid end to end."""
-    rows = np.repeat(np.arange(len(lengths_B)), lengths_B)
-    starts_B = np.cumsum(lengths_B) - lengths_B
-    return rows, np.arange(int(lengths_B.sum())) - np.repeat(starts_B, lengths_B)
+def _joined(parts: Sequence[npt.NDArray[np.generic]]) -> npt.NDArray[Any]:
+    return np.concatenate(parts) if parts else np.zeros(0)
