@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +29,7 @@ class Outdated(Exception):
     """Tokens of an earlier start of the trainer: nobody may train on them."""
 
 
-@dataclass(frozen=True)
-class _Stretch:
+class _Stretch(NamedTuple):
     """Tokens of one server. incarnations: the oldest and the newest among their versions."""
 
     token_ids: Tokens
@@ -75,13 +73,14 @@ class Response:
     def add(self, event: Mapping[str, Any]) -> None:
         """Take a chunk in: all tokens so far, as SGLang sends them, or those since the chunk before. Raises one of
         MALFORMED for one that does not add up."""
-        meta, ids = event["meta_info"], np.asarray(event["output_ids"], np.int32)
-        logged = meta["output_token_logprobs"] if len(ids) else ()
-        if len(logged) != len(ids):
-            raise ValueError(f"{len(ids)} tokens with {len(logged)} log-probs")
-        log_probs = np.asarray([entry[0] for entry in logged], np.float32)
-        total = meta.get("completion_tokens", len(ids))
-        start = total - len(ids)
+        meta, ids = event["meta_info"], np.array(event["output_ids"], np.int32)
+        length = len(ids)
+        logged = meta["output_token_logprobs"] if length else ()
+        if len(logged) != length:
+            raise ValueError(f"{length} tokens with {len(logged)} log-probs")
+        log_probs = np.array([entry[0] for entry in logged], np.float32)
+        total = meta.get("completion_tokens", length)
+        start = total - length
         if start == self._length:
             self._chunks.append((ids, log_probs))
         elif start == 0 and total > self._length:
@@ -128,7 +127,7 @@ class Response:
                 return failed_completion(self.member.index, server, failure, reason="abort")
         elif reason not in ("stop", "length"):
             raise ValueError(f"finish reason {reason!r}")
-        whole = _joined([*self._in_hand, self._stretch()])
+        whole = _joined([*self._in_hand, self._stretch()]) if self._in_hand else self._stretch()
         if len(whole.token_ids) > max_new_tokens:
             raise ValueError(f"{len(whole.token_ids)} tokens, and {max_new_tokens} were asked for")
         oldest, newest = whole.incarnations
@@ -173,12 +172,16 @@ def _versions(spans: Sequence[Mapping[str, Any]], length: int) -> tuple[npt.NDAr
     versions = np.zeros(length, np.int32)
     position, oldest, newest = 0, 1 << 62, 0
     for span in spans:
-        if span["start"] != position or span["end"] < position:
+        start, end = span["start"], span["end"]
+        if start != position or end < position:
             raise ValueError(f"weight_versions {spans!r} do not follow one another")
-        version = policy_version(span["version"])
-        versions[position : span["end"]] = version.version
-        position = span["end"]
-        oldest, newest = min(oldest, version.incarnation), max(newest, version.incarnation)
+        incarnation, version = policy_version(span["version"])
+        versions[start:end] = version
+        position = end
+        if incarnation < oldest:
+            oldest = incarnation
+        if incarnation > newest:
+            newest = incarnation
     if position != length:
         raise ValueError(f"weight_versions {spans!r} cover {position} of {length} tokens")
     return versions, (oldest, newest)

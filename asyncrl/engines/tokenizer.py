@@ -56,7 +56,8 @@ def _plain_encode(tokenizer: Any) -> Callable[..., Any] | None:
     encoder.no_truncation()
     encoder.no_padding()
     encoder.encode_special_tokens = tokenizer.split_special_tokens
-    return encoder.encode  # type: ignore[no-any-return]
+    encode: Callable[..., Any] = encoder.encode
+    return encode
 
 
 def _plain_decode(tokenizer: Any) -> Callable[..., str] | None:

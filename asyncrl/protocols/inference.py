@@ -24,7 +24,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # of these and `Completion` one is made per response: a frozen one takes four times as long to make
 class MemberRequest:
     """One response wanted: `index` in the group, request id, and the seed that with weights and prompt determines it."""
 
@@ -44,7 +44,7 @@ class GenerateRequest:
     server: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Completion:
     """One finished response. token_ids int32[R], log_probs float32[R] (of the temperature-scaled full distribution),
     versions int32[R]. `failure` says why there is no usable response (then `finish_reason` is "abort" or "failed")."""
