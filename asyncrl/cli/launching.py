@@ -16,6 +16,7 @@ from asyncrl.cli.checking import plan_of, plan_text
 from asyncrl.cli.summary import summary_text
 from asyncrl.cli.words import print_json
 from asyncrl.config.plan import make_plan
+from asyncrl.config.schema import Config
 from asyncrl.pipeline import Pipeline, Run
 from asyncrl.pipeline.resuming import folder_to_resume
 from asyncrl.pipeline.run_dir import check_run_dir
@@ -53,7 +54,8 @@ def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume
         if summary["status"] == "finished" and summary["steps"] < pipeline.config.training.steps:
             print(f"note: the data ended before {pipeline.config.training.steps} steps were trained (data.epochs)")
         again = run.run_dir / "config.yaml" if overrides else file
-        _last_word(again, run.run_dir, summary, mlflow_uri=mlflow.uri if mlflow is not None else None)
+        on_policy = f"asyncrl launch {_short(again)} {_on_policy(pipeline.config)}"
+        _last_word(run.run_dir, summary, on_policy=on_policy, mlflow_uri=mlflow.uri if mlflow is not None else None)
     return int(summary["exit_code"])
 
 
@@ -126,8 +128,16 @@ def _end_at_once(run: Run | None) -> None:
         os._exit(EXIT_INTERRUPTED)
 
 
-def _last_word(file: Path, run_dir: Path, summary: dict[str, Any], *, mlflow_uri: str | None) -> None:
-    """What happened, and what to try next. file: what describes this run, its overrides included."""
+def _on_policy(config: Config) -> str:
+    """The overrides that make this pipeline on-policy, whatever else it asks for that would then be refused."""
+    sets = ["rollout.max_staleness=0", *(["rollout.on_stale=mask"] if config.rollout.on_stale != "mask" else [])]
+    ones = ("publish_every", "mini_batches", "epochs_per_batch")
+    sets += [f"training.{name}=1" for name in ones if getattr(config.training, name) != 1]
+    return " ".join(f"--set {each}" for each in sets)
+
+
+def _last_word(run_dir: Path, summary: dict[str, Any], *, on_policy: str, mlflow_uri: str | None) -> None:
+    """What happened, and what to try next. on_policy: the command that runs the same on-policy."""
     status, folder = summary["status"], _short(run_dir)
     if (run_dir / SPOOL).exists():
         print(
@@ -151,7 +161,6 @@ def _last_word(file: Path, run_dir: Path, summary: dict[str, Any], *, mlflow_uri
         ("asyncrl check --explain rollout.max_staleness", "what a key means"),
     ]
     if summary["staleness"]["bound"] > 0:
-        on_policy = f"asyncrl launch {_short(file)} --set rollout.max_staleness=0"
         tries.insert(2, (on_policy, "the same on-policy: slower, nothing stale"))
     if mlflow_uri is not None and summary["mlflow_run_id"] is not None:
         tries.insert(2, (ui_command(mlflow_uri), "every figure as a curve"))

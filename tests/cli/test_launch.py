@@ -95,6 +95,16 @@ def test_the_next_try_is_this_run_with_its_overrides(fake_launch: Any, tmp_path:
     assert f"asyncrl launch {tmp_path}/config.yaml --set rollout.max_staleness=0" in outcome.out
 
 
+def test_the_next_try_is_one_that_is_not_refused(fake_launch: Any, tmp_path: Path) -> None:
+    fake_launch()
+    said = asyncrl("launch", QUICKSTART, "--set", "rollout.on_stale=wait", "--set", "training.publish_every=2").out
+    command = next(line for line in said.splitlines() if "asyncrl launch" in line).split("   ")[0].split()[2:]
+    overrides = [word for word in command if "=" in word]
+    assert overrides == ["rollout.max_staleness=0", "rollout.on_stale=mask", "training.publish_every=1"]
+    asked = ["rollout.on_stale=wait", "training.publish_every=2"]
+    Pipeline.from_yaml(QUICKSTART, [*asked, *overrides])
+
+
 def test_figures_that_mlflow_did_not_take_are_spoken_of(fake_launch: Any, tmp_path: Path) -> None:
     (tmp_path / "mlflow_spool.jsonl").write_text("")
     fake_launch(status="failed", error="x")
