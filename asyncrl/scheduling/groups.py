@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,14 +22,18 @@ from asyncrl.messages import GroupId, ScoredGroup, Trajectory, TrajectoryId
 CLOSED_REMEMBERED = 65_536
 """Ids of closed groups kept to know a late copy by: more than can be alive or leased at once, so memory stays bounded."""
 
+_NOTHING: Mapping[str, float] = MappingProxyType({})
+_of_member = attrgetter(
+    "response_tokens", "loss_mask", "log_probs", "versions", "finish_reason", "response", "start_version"
+)  # what a scored group has of each
 
-@dataclass(frozen=True)
-class MemberScore:
+
+class MemberScore(NamedTuple):
     """How a member was scored: a finite reward, or None and the reason. `components` and `metrics`: see `ScoredGroup`."""
 
     reward: float | None
-    components: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    components: Mapping[str, float] = _NOTHING
+    metrics: Mapping[str, float] = _NOTHING
     failure: str | None = None
 
 
@@ -57,9 +63,10 @@ class GroupCounts:
     groups_failed: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class _Open:
     group_size: int
+    num_scored: int = 0
     members: dict[int, Trajectory] = field(default_factory=dict)
     scores: dict[int, MemberScore] = field(default_factory=dict)
 
@@ -76,22 +83,22 @@ class GroupAssembler:
 
     def accept(self, trajectory: Trajectory) -> bool:
         """Whether this trajectory is to be scored: it is new, fits its group, and was generated."""
-        group_id, member = trajectory.id.group, trajectory.id.member
+        group_id, member, counts = trajectory.id.group, trajectory.id.member, self.counts
         group = self._open.get(group_id)
         if group_id in self._remembered or (group is not None and member in group.members):
-            self.counts.duplicates += 1
+            counts.duplicates += 1
             return False
         size = trajectory.group_size if group is None else group.group_size
         if not 0 <= member < size or trajectory.group_size != size:
-            self.counts.strays += 1
+            counts.strays += 1
             return False
         if group is None:
             group = self._open[group_id] = _Open(size)
         group.members[member] = trajectory
-        self.counts.trajectories += 1
+        counts.trajectories += 1
         if trajectory.failure is None:
             return True
-        self.counts.failed_generation += 1
+        counts.failed_generation += 1
         self._settle(group_id, group, member, MemberScore(None, failure=trajectory.failure))
         return False
 
@@ -107,6 +114,7 @@ class GroupAssembler:
         else:
             assert math.isfinite(score.reward), score
             self.counts.scored += 1
+            group.num_scored += 1
         self._settle(group_id, group, member, score)
 
     def take_closed(self) -> list[ScoredGroup | FailedGroup]:
@@ -139,13 +147,12 @@ class GroupAssembler:
             return
         del self._open[group_id]
         self._remember(group_id)
-        num_scored = sum(s.reward is not None for s in group.scores.values())
-        if num_scored >= self._min_scored:
+        if group.num_scored >= self._min_scored:
             self.counts.groups_scored += 1
             self._closed.append(_scored_group(group_id, group))
         else:
             self.counts.groups_failed += 1
-            self._closed.append(_failed_group(group_id, group, _too_few(group, num_scored)))
+            self._closed.append(_failed_group(group_id, group, _too_few(group)))
 
     def _remember(self, group_id: GroupId) -> None:
         self._remembered[group_id] = None
@@ -153,11 +160,11 @@ class GroupAssembler:
             self._remembered.popitem(last=False)
 
 
-def _too_few(group: _Open, num_scored: int) -> str:
+def _too_few(group: _Open) -> str:
     failures = [group.scores[member].failure for member in sorted(group.scores)]
     most_common = Counter(reason for reason in failures if reason is not None).most_common(1)
     why = f", {most_common[0][0]}" if most_common else ""
-    return f"too few scored: {num_scored} of {group.group_size}{why}"
+    return f"too few scored: {group.num_scored} of {group.group_size}{why}"
 
 
 def _failed_group(group_id: GroupId, group: _Open, reason: str) -> FailedGroup:
@@ -169,43 +176,40 @@ def _failed_group(group_id: GroupId, group: _Open, reason: str) -> FailedGroup:
 def _scored_group(group_id: GroupId, group: _Open) -> ScoredGroup:
     order = sorted(group.members)
     members = [group.members[member] for member in order]
-    scores = [group.scores[member] for member in order]
+    rewards, components, metrics, failures = zip(*[group.scores[member] for member in order], strict=True)
+    tokens, masks, log_probs, versions, finish_reasons, responses, started = zip(*map(_of_member, members), strict=True)
     first = members[0]
     return ScoredGroup(
         id=group_id,
         group_size=group.group_size,
-        start_version=min(member.start_version for member in members),  # members of one that was generated again differ
+        start_version=min(started),  # members of one that was generated again differ
         prompt_tokens=next((m.prompt_tokens for m in members if len(m.prompt_tokens)), first.prompt_tokens),
         members=np.array(order, np.int32),
-        lengths=np.array([len(m.response_tokens) for m in members], np.int32),
-        response_tokens=_joined([m.response_tokens for m in members], np.int32),
-        loss_mask=_joined([m.loss_mask for m in members], np.bool_),
-        log_probs=_joined([m.log_probs for m in members], np.float32),
-        versions=_joined([m.versions for m in members], np.int32),
-        rewards=_or_nan([score.reward for score in scores]),
-        components={name: _or_nan([s.components.get(name) for s in scores]) for name in _names(s.components for s in scores)},
-        finish_reasons=[m.finish_reason for m in members],
-        failures=[score.failure for score in scores],
+        lengths=np.array(list(map(len, tokens)), np.int32),
+        response_tokens=np.concatenate(tokens),
+        loss_mask=np.concatenate(masks),
+        log_probs=np.concatenate(log_probs),
+        versions=np.concatenate(versions),
+        rewards=_or_nan(rewards),
+        components={name: _or_nan([each.get(name) for each in components]) for name in _names(components)},
+        finish_reasons=list(finish_reasons),
+        failures=list(failures),
         prompt=first.prompt,
-        responses=[m.response for m in members],
+        responses=list(responses),
         ground_truth=first.ground_truth,
-        metrics=_means([score.metrics for score in scores if score.reward is not None]),
+        metrics=_means([logged for logged, reward in zip(metrics, rewards, strict=True) if reward is not None]),
     )
 
 
-def _joined(arrays: list[Any], dtype: Any) -> Any:
-    return np.concatenate(arrays).astype(dtype, copy=False)
-
-
-def _or_nan(values: list[float | None]) -> Any:
+def _or_nan(values: Sequence[float | None]) -> Any:
     return np.array([np.nan if value is None else value for value in values], np.float32)
 
 
-def _names(mappings: Iterable[Mapping[str, float]]) -> list[str]:
-    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
+def _names(mappings: Sequence[Mapping[str, float]]) -> list[str]:
+    return list(dict.fromkeys([name for mapping in mappings for name in mapping]))
 
 
-def _means(mappings: list[Mapping[str, float]]) -> dict[str, float]:
+def _means(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Means over the members that logged the name."""
     names = _names(mappings)
     values = {name: [mapping[name] for mapping in mappings if name in mapping] for name in names}

@@ -31,6 +31,7 @@ class KeptFigures:
     def __init__(self, file: Path | None = None):
         self._file = file
         self._lines: BinaryIO | None = None
+        self._bytes = 0  # of the file
 
     def recall(self) -> Figures:
         """What an earlier process of this run kept last; empty where none did. Comes before the first `keep`."""
@@ -49,8 +50,8 @@ class KeptFigures:
         if self._file is None or self._lines is None:
             return
         try:
-            self._lines.write(_line(figures))
-            if self._lines.tell() > LARGEST_BYTES:
+            self._bytes += self._lines.write(_line(figures))
+            if self._bytes > LARGEST_BYTES:
                 self._begin(self._file, figures)
         except OSError as error:
             self._give_up(error)
@@ -65,14 +66,14 @@ class KeptFigures:
         aside = file.with_name(f".{file.name}.new")
         lines: BinaryIO = aside.open("wb", buffering=0)  # what is written is out of this process
         try:
-            lines.write(_line(figures))
+            num_bytes = lines.write(_line(figures))
             os.fsync(lines.fileno())
             aside.replace(file)
         except OSError:
             lines.close()
             raise
         self.close()
-        self._lines = lines
+        self._lines, self._bytes = lines, num_bytes
 
     def _give_up(self, error: OSError) -> None:
         """Figures are no reason to end a run."""

@@ -212,10 +212,8 @@ class RewardFront:
             self._collect()
 
     def _accept(self, trajectories: Sequence[Any]) -> None:
-        jobs = []
-        for trajectory in trajectories:
-            if self._assembler.accept(trajectory):
-                jobs.append(Job(trajectory.id, item_of(trajectory)))
+        accept = self._assembler.accept
+        jobs = [Job(trajectory.id, item_of(trajectory)) for trajectory in trajectories if accept(trajectory)]
         self._dispatcher.submit(jobs)
         self._collect()
         self._pump()

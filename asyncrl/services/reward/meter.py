@@ -7,11 +7,10 @@ known; what had not closed comes again and counts then. A set back takes nothing
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from asyncrl.clock import Clock
 from asyncrl.messages import GroupId, ScoredGroup
@@ -68,15 +67,15 @@ class ScoreMeter:
 
     def count(self, group: ScoredGroup | FailedGroup) -> None:
         """It has closed. Of one that failed, no scores count."""
-        if str(group.id) in self._known:
-            self._known.remove(str(group.id))
+        if self._known and (id := str(group.id)) in self._known:
+            self._known.remove(id)
             return
         if isinstance(group, ScoredGroup):
             self.counts["groups_scored"] += 1
             self._count_members(group.failures, group.finish_reasons)
             for name, values in {"reward": group.rewards, **group.components}.items():
-                present = values[np.isfinite(values)]
-                self._sums[name] += float(present.sum(dtype=np.float64))
+                present = list(filter(math.isfinite, values.tolist()))  # a group is small: arrays would cost more
+                self._sums[name] += sum(present)
                 self._numbers[name] += len(present)
         else:
             self.counts["groups_failed"] += 1
@@ -110,10 +109,9 @@ class ScoreMeter:
 
     def _count_members(self, failures: Sequence[str | None], finish_reasons: Iterable[str]) -> None:
         self.counts["trajectories"] += len(failures)
+        self.counts["scored"] += failures.count(None)
         for failure, finish in zip(failures, finish_reasons, strict=True):
-            if failure is None:
-                self.counts["scored"] += 1
-            else:
+            if failure is not None:
                 self.counts["failed_generation" if finish in NOT_GENERATED else "failed_scoring"] += 1
                 self._count_reason(failure)
 
