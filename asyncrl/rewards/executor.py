@@ -103,14 +103,19 @@ class FunctionExecutor:
 
     async def run(self, items: Sequence[Item]) -> list[SampleScore]:
         outcomes: list[list[CallOutcome]] = [[NOT_CALLED] * len(self._specs) for _ in items]
+        for index, function in self._own.items():
+            for row, item in zip(outcomes, items, strict=True):
+                row[index] = _call(function, item)
+        if self._loaded:
+            await self._in_children(items, outcomes)
+        return [combine(self._names, self._weights, row) for row in outcomes]
+
+    async def _in_children(self, items: Sequence[Item], outcomes: list[list[CallOutcome]]) -> None:
         lanes: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # is_async to (sample, function)
-        for sample, item in enumerate(items):
-            for index, function in self._own.items():
-                outcomes[sample][index] = _call(function, item)
+        for sample in range(len(items)):
             for index, loaded in self._loaded.items():
                 lanes[loaded.is_async].append((sample, index))
         await asyncio.gather(*(self._through(lane, places, items, outcomes) for lane, places in lanes.items() if places))
-        return [combine(self._names, self._weights, row) for row in outcomes]
 
     async def _through(self, is_async: bool, places: list[tuple[int, int]], items: Sequence[Item], outcomes: Any) -> None:
         lane = self._concurrent if is_async else self._serial

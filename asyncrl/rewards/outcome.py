@@ -37,6 +37,8 @@ class SampleScore(NamedTuple):
 
 def outcome_of(returned: Any) -> CallOutcome:
     """The outcome of a call that returned: a number, or a mapping with `score` and more to log (numbers are kept)."""
+    if type(returned) is float and math.isfinite(returned):  # what most calls return, found at once
+        return CallOutcome(returned, {}, None)
     if not isinstance(returned, Mapping):
         number = _number(returned)
         return failed(_not_a_score(returned)) if number is None else CallOutcome(number, {}, None)

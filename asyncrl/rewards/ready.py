@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"(?a)(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)?(?
 def exact_match(response: str, ground_truth: Any) -> float:
     """Whether the response is the ground truth, both as text with white space stripped from their ends; case matters."""
     answer = response.strip()
-    return float(any(answer == accepted.strip() for accepted in _texts(ground_truth)))
+    return float(answer in [accepted.strip() for accepted in _texts(ground_truth)])
 
 
 def contains(response: str, ground_truth: Any) -> float:
@@ -73,8 +73,8 @@ def _texts(ground_truth: Any) -> list[str]:
 
 
 def _listed(ground_truth: Any) -> list[Any]:
-    accepted = list(ground_truth) if isinstance(ground_truth, list | tuple) else [ground_truth]
-    if not accepted or any(value is None for value in accepted):
+    accepted = list(ground_truth) if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+    if not accepted or None in accepted:
         raise RewardFailed("ground_truth is missing")
     return accepted
 

@@ -26,7 +26,7 @@ from asyncrl.clock import Clock
 from asyncrl.errors import FrameError, IllegalTransition, RunError, StreamClosed, TransportError
 from asyncrl.messages import GroupId, ScoredGroup, TrajectoryId
 from asyncrl.protocols import End, LedgerClient, Receiver, Sender, Tracker
-from asyncrl.rewards import Item, item_of
+from asyncrl.rewards import Item
 from asyncrl.scheduling.groups import FailedGroup, GroupAssembler, MemberScore
 from asyncrl.services.kept_figures import KeptFigures
 from asyncrl.services.reward.dispatch import Batch, Dispatcher, Job, WorkerView
@@ -213,7 +213,7 @@ class RewardFront:
 
     def _accept(self, trajectories: Sequence[Any]) -> None:
         accept = self._assembler.accept
-        jobs = [Job(trajectory.id, item_of(trajectory)) for trajectory in trajectories if accept(trajectory)]
+        jobs = [Job(trajectory.id, vars(trajectory)) for trajectory in trajectories if accept(trajectory)]  # see `_score_batch`
         self._dispatcher.submit(jobs)
         self._collect()
         self._pump()
@@ -266,7 +266,8 @@ class RewardFront:
         self._meter.busy(self._dispatcher.num_waiting + self._dispatcher.num_assigned > 0)
 
     async def _score_batch(self, batch: Batch) -> None:
-        items = [{field: job.item.get(field) for field in batch.worker.fields} for job in batch.jobs]
+        fields = batch.worker.fields  # of all that a job has, what some function takes
+        items = [{field: job.item.get(field) for field in fields} for job in batch.jobs]
         timeout = self._call_seconds * 2 * max(self._dispatcher.num_assigned, 1) + CALL_MARGIN_SECONDS
         try:
             link = self._links[batch.worker.address]

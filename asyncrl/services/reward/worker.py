@@ -99,7 +99,7 @@ class RewardWorker:
         seconds = self._clock.now() - began
         self._samples += len(items)
         self._busy_seconds += seconds
-        return {"scores": [list(score) for score in scores], "seconds": seconds}
+        return {"scores": scores, "seconds": seconds}
 
     async def _announce(self, front: Link) -> None:
         heard = self._clock.now()
