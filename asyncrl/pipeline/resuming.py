@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -97,14 +98,21 @@ def _take_over(folder: Path, config: Config, lock: IO[bytes]) -> Takeover:
     checkpoints.sweep_incomplete()
     newest = checkpoints.newest_complete()
     incarnation = max(int(started.get("incarnation", 1)), _starts_in_ledger(folder)) + 1
-    (folder / "config.yaml").rename(folder / f"config.{incarnation - 1}.yaml")
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    _change_config(folder, config, earlier=f"config.{incarnation - 1}.yaml")
     (folder / "summary.json").unlink(missing_ok=True)
     launches = 1 + len(list(folder.glob("config.*.yaml")))  # each but the present one left its configuration
     resume = Resume(incarnation, launches=launches)
     if newest is not None:
         resume = replace(resume, step=newest.step, checkpoint=str(newest.folder), wall_s=newest.state["wall_s"])
     return Takeover(folder, resume, started.get("mlflow_run_id"), tuple(map(str, different)), lock)
+
+
+def _change_config(folder: Path, config: Config, *, earlier: str) -> None:
+    """config.yaml is another from now on, and the one before is kept as `earlier`; at no moment is there none."""
+    now, written = folder / "config.yaml", folder / "config.yaml.new"
+    written.write_text(dump_config(config), encoding="utf-8")
+    shutil.copyfile(now, folder / earlier)
+    written.replace(now)
 
 
 def _run_folder(folder: Path) -> RunFolder:

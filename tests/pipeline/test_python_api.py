@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import asyncrl
+from asyncrl.config.functions import load_function
 from asyncrl.errors import ConfigError
 from tests.config.samples import MINIMAL
 
@@ -54,3 +56,15 @@ def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], key: str) 
     (problem,) = caught.value.problems
     assert problem.key == key
     assert key in problem.message
+
+
+def test_the_example_in_python_has_rows_a_reward_and_a_pipeline_that_passes_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Path(__file__).parents[2] / "pipelines" / "sort_digits.py"
+    build, make_rows, score = (load_function(f"{script}:{name}", "test") for name in ("build", "make_rows", "sorted_share"))
+    rows = make_rows()
+    assert len({row["prompt"] for row in rows}) == len(rows) == 2200
+    assert all(score(row["ground_truth"], row["ground_truth"])["score"] == 1.0 for row in rows)
+    assert score("2549", "2459") == {"score": 0.0, "right_places": 0.5}
+    monkeypatch.setitem(build.__globals__, "prepare", lambda *arguments, **options: "builtin/arithmetic")  # not warmed up
+    config = build(steps=20, seed=1).config
+    assert (config.training.steps, config.seed, config.data.eval) == (20, 1, config.data.train)

@@ -101,6 +101,20 @@ def test_what_may_change_does_and_is_said(tmp_path):
     assert take_over(run, config()).resume.launches == 3
 
 
+def test_a_launcher_that_dies_while_it_takes_over_leaves_a_run_that_goes_on(tmp_path, monkeypatch):
+    run = died_run(tmp_path / "run")
+
+    def killed(self, target):
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        with pytest.raises(SystemExit):
+            take_over(run, config("training.ranks=2"))
+    assert load_config(run / "config.yaml").config.training.ranks == 1
+    assert take_over(run, config("training.ranks=2")).changed == ("training.ranks was 1 and is 2",)
+
+
 def test_what_may_not_change_is_named_and_nothing_is_touched(tmp_path):
     run = died_run(tmp_path / "run")
     with pytest.raises(UserError, match="seed was 0 and is 7, but the prompt order") as refusal:
