@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ def flattened(config: Mapping[str, Any]) -> dict[str, str]:
     return {name_of(key): str(value)[:VALUE_CHARACTERS] for key, value in _leaves("", config)}
 
 
+@lru_cache(maxsize=4096)
 def name_of(text: str) -> str:
     """A parameter or metric name that MLflow accepts: letters, digits, and ``_-. :/``."""
     return re.sub(r"[^\w\-. :/]", "_", text, flags=re.ASCII)[:KEY_CHARACTERS]

@@ -1,12 +1,13 @@
 """Metrics to MLflow, off the hot path.
 
 thread      consumes             waits for                        is unblocked by
-mlflow      records, the end     a record, a pause after failure  `log`, `finish`, the clock
+mlflow      records, the end     a call's worth of records, the   `log`, `finish`, the clock
+                                 time to gather, a pause
 
-`log` appends to memory and returns. The thread imports mlflow, creates the run, and sends what has gathered, up to 1000 values a
-call. A call that fails is made again after a pause; meanwhile the run goes on. A record leaves memory when a call that carried it
-has returned, or when it stands in the spool: nothing logged is lost. `finish` waits a bounded time; what is not delivered by
-then is spooled, with a note that says how to replay it.
+`log` appends to memory and returns. The thread imports mlflow, creates the run, and sends what has gathered, as many values a
+call as the store takes. A call that fails is made again after a pause; meanwhile the run goes on. A record leaves memory when a
+call that carried it has returned, or when it stands in the spool: nothing logged is lost. `finish` waits a bounded time; what is
+not delivered by then is spooled, with a note that says how to replay it.
 
 A metric's name belongs to the axis that logged it first; another axis's metric of that name becomes ``axis/name``, because the
 steps of two axes do not count the same thing.
@@ -20,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from asyncrl.tracking.facts import name_of
@@ -56,6 +58,7 @@ class MlflowTracker:
         self._finish_seconds = finish_seconds
         self._changed = threading.Condition()
         self._records: deque[Record] = deque()
+        self._per_call = METRICS_PER_CALL  # until the store says more
         self._owners: dict[str, str] = {}
         self._end: tuple[EndStatus, list[Path], int] | None = None
         self._abandoned = False
@@ -75,7 +78,8 @@ class MlflowTracker:
                 log.warning("metrics of %s came after the MLflow run had ended, and are dropped", axis)
                 return
             self._records += [Record(self._name(axis, name), float(v), milliseconds, int(step)) for name, v in metrics.items()]
-            self._changed.notify()
+            if len(self._records) >= self._per_call:
+                self._changed.notify()
 
     def finish(self, status: EndStatus, artifacts: Sequence[Path] = ()) -> bool:
         """End the run; blocks for `finish_seconds` at most. False when something had to be spooled."""
@@ -103,6 +107,7 @@ class MlflowTracker:
             ending = self._end is not None
             try:
                 store = store or self._open_store(facts.uri)
+                self._per_call = store.metrics_per_call
                 if self._deliver(store, facts):
                     return
                 pause = FIRST_PAUSE_SECONDS
@@ -130,7 +135,7 @@ class MlflowTracker:
                 store.artifact(self.run_id, self._artifacts[0])
             del self._artifacts[0]
         with self._changed:
-            self._changed.wait_for(lambda: len(self._records) >= METRICS_PER_CALL or self._end is not None, GATHER_SECONDS)
+            self._changed.wait_for(lambda: len(self._records) >= self._per_call or self._end is not None, GATHER_SECONDS)
         while (batch := self._oldest()) and not self._abandoned:
             store.metrics(self.run_id, batch)
             self._forget(batch)
@@ -157,7 +162,7 @@ class MlflowTracker:
 
     def _oldest(self) -> list[Record]:
         with self._changed:
-            return [self._records[i] for i in range(min(len(self._records), METRICS_PER_CALL))]
+            return list(islice(self._records, self._per_call))
 
     def _forget(self, delivered: Sequence[Record]) -> None:
         with self._changed:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.errors import UserError
 from asyncrl.tracking.spool import FILE_NAME, read_spool
-from asyncrl.tracking.store import METRICS_PER_CALL, MlflowStore, Store
+from asyncrl.tracking.store import MlflowStore, Store
 
 
 def replay(run_dir: Path, *, uri: str | None = None, open_store: Callable[[str], Store] = MlflowStore) -> str:
@@ -24,8 +24,8 @@ def replay(run_dir: Path, *, uri: str | None = None, open_store: Callable[[str],
     store = open_store(uri or spooled.facts.uri)
     run_id = spooled.run_id if uri is None and spooled.run_id is not None else store.create(spooled.facts)
     store.params(run_id, spooled.facts.params)
-    for first in range(0, len(spooled.records), METRICS_PER_CALL):
-        store.metrics(run_id, spooled.records[first : first + METRICS_PER_CALL])
+    for first in range(0, len(spooled.records), store.metrics_per_call):
+        store.metrics(run_id, spooled.records[first : first + store.metrics_per_call])
     for artifact in spooled.artifacts:
         if artifact.exists():
             store.artifact(run_id, artifact)

@@ -17,11 +17,14 @@ from asyncrl.tracking.spool import EndStatus, Record, RunFacts
 
 PARAMS_PER_CALL = 100  # MLflow's limits
 METRICS_PER_CALL = 1000
+METRICS_PER_BULK = 20_000
 OPEN_SECONDS = 60.0
 
 
 class Store(Protocol):
-    """Every call may raise anything, or hang: a server is somebody else's machine."""
+    """Every call may raise anything, or hang: a server is somebody else's machine. `metrics_per_call`: the most one takes."""
+
+    metrics_per_call: int
 
     def create(self, facts: RunFacts) -> str:
         """Create the run, with its tags; its id."""
@@ -33,7 +36,7 @@ class Store(Protocol):
         """May be called again with the same values."""
 
     def metrics(self, run_id: str, records: Sequence[Record]) -> None:
-        """At most METRICS_PER_CALL."""
+        """At most `metrics_per_call`."""
 
     def artifact(self, run_id: str, path: Path) -> None: ...
 
@@ -57,6 +60,7 @@ class MlflowStore:
         with _one_at_a_time(uri):
             self._client: Any = MlflowClient(tracking_uri=uri)
             self._bulk = _bulk_sql(self._client) if uri.startswith("sqlite:") else None
+        self.metrics_per_call = METRICS_PER_CALL if self._bulk is None else METRICS_PER_BULK
 
     def create(self, facts: RunFacts) -> str:
         run = self._client.create_run(
@@ -89,7 +93,7 @@ class MlflowStore:
     def metrics(self, run_id: str, records: Sequence[Record]) -> None:
         from mlflow.entities import Metric
 
-        assert len(records) <= METRICS_PER_CALL, len(records)
+        assert len(records) <= self.metrics_per_call, len(records)
         if self._bulk is not None:
             self._bulk.write(run_id, records)
             return

@@ -8,6 +8,8 @@ import threading
 class FakeStore:
     """What it was told; `down`: every call raises; `hung`: every call waits until it is cleared."""
 
+    metrics_per_call = 1000
+
     def __init__(self):
         self.runs, self.records, self.given_params, self.artifacts, self.ended = [], [], {}, [], []
         self.known, self.reopened = set(), []
@@ -36,6 +38,7 @@ class FakeStore:
 
     def metrics(self, run_id, records):
         self._answer()
+        assert len(records) <= self.metrics_per_call
         self.records += records
 
     def artifact(self, run_id, path):
