@@ -224,9 +224,9 @@ class EngineLoop:
         self.stats.forward_cpu_seconds += time.thread_time() - cpu_began
         self.stats.decode_steps += 1
         self.stats.generated_tokens += n
-        bad = np.flatnonzero(~np.isfinite(log_probs))
-        if len(bad):
-            self._runner.cache.clear(bad.tolist())
+        finite = np.isfinite(log_probs)
+        if not finite.all():
+            self._runner.cache.clear(np.flatnonzero(~finite).tolist())
         self._move_and_tell(*self._scheduler.record(tokens, log_probs))
 
     def _abort(self, wanted: Callable[[sequences.Sequence], bool], message: str) -> None:
@@ -241,10 +241,9 @@ class EngineLoop:
 
     def _tell(self, updates: Sequence[Update]) -> None:
         if updates:
-            for update in updates:
-                if update.finish is not None:
-                    self.stats.finished += 1
-                    self.stats.aborted += update.finish.kind == "abort"
+            ends = [update.finish.kind for update in updates if update.finish is not None]
+            self.stats.finished += len(ends)
+            self.stats.aborted += ends.count("abort")
             self._listener(updates)
 
     def _commit(self, staged: Mapping[str, torch.Tensor], version: str, kv_policy: KvPolicy) -> CommitReport:

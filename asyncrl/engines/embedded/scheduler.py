@@ -54,69 +54,74 @@ class Scheduler:
 
     def admit(self, max_prefill_tokens: int) -> list[Admission]:
         """Fill free slots from the queue, as far as about `max_prefill_tokens` of prefill go (one prompt always may)."""
+        if not self.waiting or len(self.running) == self.max_slots:
+            return []
+        first, donors = len(self.running), self._donors()
         groups: dict[bytes, list[int]] = {}
-        donors: dict[bytes, int | None] = {}
         budget = max_prefill_tokens
         while self.waiting and len(self.running) < self.max_slots:
             sequence = self.waiting[0]
-            if sequence.key not in groups:
-                donor = self._donor(sequence.key)
-                cost = 0 if donor is not None else len(sequence.prompt)
+            key, is_lent = sequence.key, sequence.key in donors
+            slots = groups.get(key)
+            if slots is None:
+                cost = 0 if is_lent else len(sequence.prompt)
                 if cost > budget and budget < max_prefill_tokens:
                     break
                 budget -= cost
-                groups[sequence.key], donors[sequence.key] = [], donor
+                slots = groups[key] = []
             self.waiting.popleft()
-            groups[sequence.key].append(
-                self._start(sequence, shared=bool(groups[sequence.key]) or donors[sequence.key] is not None)
-            )
-        return [Admission(self.running[slots[0]].prompt, tuple(slots), donors[key]) for key, slots in groups.items()]
+            sequence.cached_tokens = len(sequence.prompt) - 1 if slots or is_lent else 0
+            slots.append(len(self.running))
+            self.running.append(sequence)
+        self._start(first)
+        return [Admission(self.running[slots[0]].prompt, tuple(slots), donors.get(key)) for key, slots in groups.items()]
 
-    def _donor(self, key: bytes) -> int | None:
+    def _donors(self) -> dict[bytes, int]:
+        """By prompt, the first slot whose prefix is of the present weights."""
+        donors: dict[bytes, int] = {}
         for slot, sequence in enumerate(self.running):
-            if sequence.key == key and sequence.prefix_version == self._weights:
-                return slot
-        return None
+            if sequence.prefix_version == self._weights:
+                donors.setdefault(sequence.key, slot)
+        return donors
 
-    def _start(self, sequence: Sequence, *, shared: bool) -> int:
-        slot = len(self.running)
-        self.running.append(sequence)
-        self.table.fill(slot, sequence)
-        sequence.spans = [(self.version, 0)]
-        sequence.prefix_version = self._weights
-        sequence.cached_tokens = len(sequence.prompt) - 1 if shared else 0
-        return slot
+    def _start(self, first: int) -> None:
+        started, spans = self.running[first:], ((self.version, 0),)
+        for sequence in started:
+            sequence.spans, sequence.prefix_version = spans, self._weights
+        self.table.fill(first, started)
 
     def record(self, tokens: npt.NDArray[np.int32], log_probs: npt.NDArray[np.float32]) -> tuple[list[Update], Moves | None]:
         """Take one token per running sequence; returns what there is to tell, and the slots to move (None: nobody is done)."""
         finite = np.isfinite(log_probs)
-        done = self.table.append(tokens, log_probs) | ~finite
-        updates = self._stream_updates(done)
-        if not done.any():
-            return updates, None
-        gone = np.flatnonzero(done)
-        for slot in gone.tolist():
-            updates.append(self._update(slot, self._finish_of(slot, int(tokens[slot]), bool(finite[slot]))))
-        return updates, self._remove(gone)
+        told = np.flatnonzero(self.table.append(tokens, log_probs) | ~finite)
+        if not len(told):
+            return [], None
+        facts = (values.tolist() for values in (told, tokens[told], finite[told], self.table.is_full(told)))
+        finishes = [self._finish_of(*of_slot) for of_slot in zip(*facts, strict=True)]
+        updates = self._updates(told, finishes)
+        goes_on = np.asarray([finish is None for finish in finishes])
+        if goes_on.any():
+            self.table.tell_later(told[goes_on])
+        gone = told[~goes_on]
+        return updates, self._remove(gone) if len(gone) else None
 
-    def _stream_updates(self, done: npt.NDArray[np.bool_]) -> list[Update]:
-        n = len(done)
-        due = (self.table.generated[:n] % self.table.stream_interval[:n] == 0) & ~done
-        return [self._update(slot, None) for slot in np.flatnonzero(due).tolist()] if due.any() else []
-
-    def _finish_of(self, slot: int, token: int, finite: bool) -> Finish:
-        if not finite:
+    def _finish_of(self, slot: int, token: int, is_finite: bool, is_full: bool) -> Finish | None:
+        if not is_finite:
             return Finish("abort", message="the model's logits are not finite")
         if token in self.running[slot].sampling.stop_token_ids:
             return Finish("stop", matched=token)
-        return Finish("length")
+        return Finish("length") if is_full else None
 
-    def _update(self, slot: int, finish: Finish | None) -> Update:
-        sequence, start = self.running[slot], 0
-        if sequence.sampling.is_incremental:
-            start = int(self.table.told[slot])
-            self.table.told[slot] = self.table.generated[slot]
-        return Update(sequence, *self.table.output(slot, start), tuple(sequence.spans), finish, start)
+    def _updates(self, slots: npt.NDArray[np.int64], finishes: Iterable[Finish | None]) -> list[Update]:
+        """One per slot, of which there is one at least."""
+        starts, outputs = self.table.told[slots].tolist(), self.table.outputs(slots)
+        updates = []
+        for slot, finish, start, output in zip(slots.tolist(), finishes, starts, outputs, strict=True):
+            sequence = self.running[slot]
+            if sequence.sampling.is_incremental:
+                self.table.told[slot] = self.table.generated[slot]
+            updates.append(Update(sequence, *output, sequence.spans, finish, start))
+        return updates
 
     def _remove(self, gone: npt.NDArray[np.int64]) -> Moves:
         moves = self.table.compact(len(self.running), gone)
@@ -135,17 +140,16 @@ class Scheduler:
         if updates:
             self.waiting = deque(sequence for sequence in self.waiting if not wanted(sequence))
         gone = np.asarray([slot for slot, sequence in enumerate(self.running) if wanted(sequence)], np.int64)
-        updates += [self._update(slot, finish) for slot in gone.tolist()]
-        return updates, self._remove(gone) if len(gone) else None
+        if not len(gone):
+            return updates, None
+        return updates + self._updates(gone, [finish] * len(gone)), self._remove(gone)
 
     def committed(self, version: str, *, recomputed: bool) -> None:
         """The weights changed: what comes from here on is of `version`; prefixes are too, if they were recomputed."""
         self.version = version
         self._weights += 1
-        for slot, sequence in enumerate(self.running):
-            start = int(self.table.generated[slot])
-            if sequence.spans[-1][1] == start:  # nothing was computed under the version before
-                sequence.spans.pop()
-            sequence.spans.append((version, start))
+        for sequence, start in zip(self.running, self.table.generated[: len(self.running)].tolist(), strict=True):
+            computed = sequence.spans if sequence.spans[-1][1] < start else sequence.spans[:-1]  # the last may have no token
+            sequence.spans = (*computed, (version, start))
             if recomputed:
                 sequence.prefix_version = self._weights

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 FinishKind = Literal["stop", "length", "abort"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sampling:
     """How one sequence is sampled.
 
@@ -32,8 +32,7 @@ class Sampling:
     is_incremental: bool = False
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(NamedTuple):
     """Why a sequence ended. `matched`: the stop token; `message`: why it was aborted; `status`: the same as an HTTP status, where
     that says more (503: the engine ended, and another one may go on)."""
 
@@ -43,7 +42,7 @@ class Finish:
     status: int | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One response in the making. `prompt` int32[P], P ≥ 1; `key` is equal for equal prompts; `sink` is the caller's own.
 
@@ -57,7 +56,7 @@ class Sequence:
     sink: Any = None
     index: int = 0
     key: bytes = b""
-    spans: list[tuple[str, int]] = field(default_factory=list)
+    spans: tuple[tuple[str, int], ...] = ()
     prefix_version: int = -1
     cached_tokens: int = 0
 
@@ -65,7 +64,7 @@ class Sequence:
         self.key = self.key or self.prompt.tobytes()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Update:
     """A sequence's tokens so far, from token `start` on: token_ids int32[R − start], log_probs float32[R − start]. `spans` count
     from the first token. `finish` is None while it goes on."""
