@@ -8,7 +8,9 @@ from pathlib import Path
 
 from asyncrl.cli.words import count, print_json, size, table
 from asyncrl.config.explain import Explanation, explain_key
-from asyncrl.config.plan import Plan
+from asyncrl.config.facts import Facts
+from asyncrl.config.plan import Plan, make_plan
+from asyncrl.config.schema import Config
 from asyncrl.errors import UserError
 
 
@@ -25,7 +27,7 @@ def check(file: Path | None, overrides: Sequence[str], *, explain: str | None, a
         return 0
     if file is None:
         raise UserError("check needs a pipeline file, or --explain KEY: asyncrl check pipelines/quickstart.yaml")
-    plan = plan_of(file, overrides)
+    plan = make_plan(*checked(file, overrides))
     if as_json:
         print_json({"ok": True, "file": str(file), "notes": list(plan.notes)})
         return 0
@@ -36,14 +38,13 @@ def check(file: Path | None, overrides: Sequence[str], *, explain: str | None, a
     return 0
 
 
-def plan_of(file: Path, overrides: Sequence[str]) -> Plan:
-    """The plan of a file that passes every check."""
+def checked(file: Path, overrides: Sequence[str]) -> tuple[Config, Facts]:
+    """A pipeline file that passes every check, and the facts it was held against."""
     from asyncrl.config.load import load_config
-    from asyncrl.config.plan import make_plan
     from asyncrl.pipeline.preflight import preflight
 
     loaded = load_config(file, overrides)
-    return make_plan(loaded.config, preflight(loaded))
+    return loaded.config, preflight(loaded)
 
 
 def explanation_text(explanation: Explanation) -> str:

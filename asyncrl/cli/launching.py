@@ -12,14 +12,14 @@ from types import FrameType
 from typing import Any
 
 from asyncrl.cli.boundary import EXIT_INTERRUPTED
-from asyncrl.cli.checking import plan_of, plan_text
+from asyncrl.cli.checking import checked, plan_text
 from asyncrl.cli.summary import summary_text
 from asyncrl.cli.words import print_json
 from asyncrl.config.plan import make_plan
 from asyncrl.config.schema import Config
 from asyncrl.pipeline import Pipeline, Run
-from asyncrl.pipeline.resuming import folder_to_resume
-from asyncrl.pipeline.run_dir import check_run_dir
+from asyncrl.pipeline.resuming import check_may_go_on, finished_summary, folder_to_resume
+from asyncrl.pipeline.run_dir import check_run_dir, check_state_folder
 from asyncrl.pipeline.run_folder import RunFolder
 from asyncrl.tracking.spool import FILE_NAME as SPOOL
 from asyncrl.tracking.store import ui_command
@@ -30,14 +30,7 @@ SLICE_SECONDS = 0.5
 def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume: str, dry_run: bool, as_json: bool) -> int:
     """Run the pipeline and return the exit code. Raises UserError for what is refused before anything starts."""
     if dry_run:
-        if folder_to_resume(resume, run_dir) is None:
-            check_run_dir(run_dir)
-        plan = plan_of(file, overrides)
-        if as_json:
-            print_json(plan.to_mapping())
-        else:
-            print(plan_text(plan))
-        return 0
+        return _dry_run(file, overrides, run_dir=run_dir, resume=resume, as_json=as_json)
     pipeline = Pipeline.from_yaml(file, overrides)
     with _ending_on_signals(preemption_seconds=pipeline.config.cluster.preemption_grace_seconds) as ending:
         run = pipeline.launch(run_dir, resume=resume, progress=not as_json)
@@ -57,6 +50,23 @@ def launch(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume
         on_policy = f"asyncrl launch {_short(again)} {_on_policy(pipeline.config)}"
         _last_word(run.run_dir, summary, on_policy=on_policy, mlflow_uri=mlflow.uri if mlflow is not None else None)
     return int(summary["exit_code"])
+
+
+def _dry_run(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resume: str, as_json: bool) -> int:
+    """What would start, and everything that would be refused; nothing is made."""
+    earlier = folder_to_resume(resume, run_dir)
+    if earlier is None:
+        check_run_dir(run_dir)
+    config, facts = checked(file, overrides)
+    if earlier is not None and finished_summary(earlier, config) is None:
+        check_may_go_on(earlier, config)
+    check_state_folder(earlier or run_dir, config)
+    plan = make_plan(config, facts)
+    if as_json:
+        print_json(plan.to_mapping())
+    else:
+        print(plan_text(plan))
+    return 0
 
 
 def _wait(run: Run, ending: _Ending) -> dict[str, Any]:

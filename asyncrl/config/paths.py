@@ -30,7 +30,7 @@ def not_importable(script: str | Path) -> str:
 def absolute_paths(config: Config, cwd: Path) -> Config:
     """The same configuration with every relative path made absolute from `cwd`."""
     functions = [_with(item, function=_source(item.function, cwd)) for item in config.reward.functions]
-    data, mlflow, tokenizer = config.data, config.tracking.mlflow, config.model.tokenizer
+    data, mlflow, tokenizer, state_dir = config.data, config.tracking.mlflow, config.model.tokenizer, config.cluster.state_dir
     return _with(
         config,
         model=_with(config.model, path=_folder(config.model.path, cwd), tokenizer=tokenizer and _folder(tokenizer, cwd)),
@@ -38,6 +38,7 @@ def absolute_paths(config: Config, cwd: Path) -> Config:
         rollout=_with(config.rollout, agent=_source(config.rollout.agent, cwd)),
         reward=_with(config.reward, functions=functions),
         tracking=_with(config.tracking, mlflow=mlflow and _with(mlflow, uri=_store(mlflow.uri, cwd))),
+        cluster=_with(config.cluster, state_dir=state_dir and str(_absolute(Path(state_dir), cwd))),
     )
 
 

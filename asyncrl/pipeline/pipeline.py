@@ -18,7 +18,7 @@ from asyncrl.config.problems import show
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, Problem
 from asyncrl.pipeline.run import Run
-from asyncrl.pipeline.run_dir import claim_run_dir
+from asyncrl.pipeline.run_dir import check_state_folder, claim_run_dir
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,12 @@ class Pipeline:
         """Start the run and return at once. run_dir: a new or empty folder (default ``runs/<name>-<time>``), or under `resume`
         "auto" that of a run which then goes on. resume: "auto", "never" or the folder of a run. progress: show it in the terminal
         (default: yes)."""
-        from asyncrl.ledger.file_systems import state_folder
         from asyncrl.pipeline.resuming import finished_summary, folder_to_resume, lock_new, take_over
 
         earlier = folder_to_resume(os.fspath(resume), run_dir)
         if earlier is not None and (summary := finished_summary(earlier, self.config)) is not None:
             return Run.ended(earlier, summary)
-        state_folder(Path(run_dir or "runs").absolute() if earlier is None else earlier, self.config.cluster.state_dir)
+        check_state_folder(run_dir if earlier is None else earlier, self.config)
         resumed = take_over(earlier, self.config) if earlier is not None else None
         folder = claim_run_dir(run_dir, self.config) if resumed is None else resumed.folder
         lock = lock_new(folder) if resumed is None else resumed.lock

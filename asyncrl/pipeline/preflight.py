@@ -52,6 +52,7 @@ def gather(config: Config, parts: Parts | None, problems: list[Problem]) -> Fact
     async_rewards = _rewards(config, parts, problems)
     problems += _agent(config, parts)
     problems += _store(config)
+    problems += _state_dir(config)
     gpus = count_gpus()
     problems += _attention(config, gpus)
     return Facts(
@@ -202,6 +203,28 @@ def _store(config: Config) -> Iterator[Problem]:
         yield Problem(
             "tracking.mlflow.uri", f"tracking.mlflow.uri is {mlflow.uri}, and there is no folder {folder}: make it first"
         )
+
+
+def _state_dir(config: Config) -> Iterator[Problem]:
+    """A folder that could not be made, or that cannot keep a ledger."""
+    from asyncrl.ledger.file_systems import refuse_network_file_system
+
+    if config.cluster.state_dir is None:
+        return
+    folder = Path(config.cluster.state_dir)
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "may not be written to" if nearest.is_dir() else "is a file"
+        yield Problem(
+            "cluster.state_dir",
+            f"cluster.state_dir is {folder}, which cannot be made ({nearest} {why}): name a folder on a local disk that you may "
+            "write to",
+        )
+        return
+    try:
+        refuse_network_file_system(folder, "the ledger and the queue's journal")
+    except UserError as error:
+        yield Problem("cluster.state_dir", f"cluster.state_dir is {folder}: {error}")
 
 
 def _attention(config: Config, gpus: int) -> Iterator[Problem]:

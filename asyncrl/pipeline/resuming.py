@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from asyncrl.checkpoint import Checkpoints
-from asyncrl.config.changes import changes
+from asyncrl.config.changes import Change, changes
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import UserError
@@ -74,6 +74,18 @@ def finished_summary(folder: Path, config: Config) -> dict[str, Any] | None:
     return summary if config.training.steps <= _config_before(folder).training.steps else None
 
 
+def check_may_go_on(folder: Path, config: Config) -> tuple[RunFolder, list[Change]]:
+    """The run, and what is another value under `config`. Raises UserError for one that lives, and for a change that it may not
+    have; nothing is touched."""
+    earlier = _run_folder(folder)
+    if earlier.lives:
+        raise _lives(folder)
+    different = changes(_config_before(folder), config)
+    if refused := [str(change) for change in different if change.reason is not None]:
+        raise UserError("\n".join((f"the run in {folder} cannot go on under this configuration:", *refused)))
+    return earlier, different
+
+
 def take_over(folder: Path, config: Config) -> Takeover:
     """Make the folder ready for the run to go on under `config`. Raises UserError where it may not, and nothing is changed."""
     lock = _lock(folder)
@@ -85,13 +97,7 @@ def take_over(folder: Path, config: Config) -> Takeover:
 
 
 def _take_over(folder: Path, config: Config, lock: IO[bytes]) -> Takeover:
-    earlier = _run_folder(folder)
-    if earlier.lives:
-        raise _lives(folder)
-    before = _config_before(folder)
-    different = changes(before, config)
-    if refused := [str(change) for change in different if change.reason is not None]:
-        raise UserError("\n".join((f"the run in {folder} cannot go on under this configuration:", *refused)))
+    earlier, different = check_may_go_on(folder, config)
     started = earlier.started or {}
     _end_what_is_left(started)
     checkpoints = Checkpoints(folder)

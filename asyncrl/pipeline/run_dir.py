@@ -38,6 +38,13 @@ def check_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
         )
 
 
+def check_state_folder(run_dir: str | os.PathLike[str] | None, config: Config) -> None:
+    """Raises UserError where the ledger and the queue's journal would lie on a network file system. Makes nothing."""
+    from asyncrl.ledger.file_systems import state_folder
+
+    state_folder(Path(run_dir or "runs").absolute(), config.cluster.state_dir)
+
+
 def claim_run_dir(run_dir: str | os.PathLike[str] | None, config: Config) -> Path:
     """The absolute folder of this run alone, with ``config.yaml`` and ``logs/`` in it. Without `run_dir`: ``runs/<name>-<time>``,
     numbered where two runs start within a second. Raises UserError as `check_run_dir`."""

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import __version__
+from asyncrl.config.load import load_config
+from asyncrl.pipeline.run_dir import claim_run_dir
 from tests.cli.harness import QUICKSTART, asyncrl
 
 
@@ -108,6 +110,14 @@ def test_a_dry_run_refuses_the_folder_that_a_launch_would_refuse(tmp_path: Path)
     file.write_text("")
     outcome = asyncrl("launch", QUICKSTART, "--dry-run", "--run-dir", file)
     assert (outcome.code, "is a file" in outcome.err) == (2, True)
+
+
+def test_a_dry_run_refuses_what_a_run_that_goes_on_may_not_change(tmp_path: Path) -> None:
+    folder = claim_run_dir(tmp_path / "run", load_config(QUICKSTART).config)
+    outcome = asyncrl("launch", QUICKSTART, "--dry-run", "--run-dir", folder, "--set", "seed=7")
+    assert (outcome.code, "seed was 0 and is 7" in outcome.err) == (2, True)
+    assert asyncrl("launch", QUICKSTART, "--dry-run", "--run-dir", folder).code == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "logs"]
 
 
 def test_a_file_and_a_key_to_explain_are_not_asked_at_once() -> None:

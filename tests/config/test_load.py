@@ -195,7 +195,9 @@ def test_loading_the_dump_gives_an_equal_config_from_any_folder(pipeline: Path, 
 def test_paths_become_absolute_and_names_stay(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     overrides = ["data.train=../rows.parquet", "rollout.agent=pkg.agents:play", "data.eval=pkg.data:rows"]
-    config = load_mapping(MINIMAL, ["model.path=folder", *overrides], cwd=tmp_path).config
+    overrides += ["model.path=folder", "cluster.state_dir=state"]
+    config = load_mapping(MINIMAL, overrides, cwd=tmp_path).config
+    assert config.cluster.state_dir == str(tmp_path / "state")
     assert config.model.path == str(tmp_path / "folder")
     assert config.data.train == str(tmp_path.parent / "rows.parquet")
     assert (config.rollout.agent, config.data.eval) == ("pkg.agents:play", "pkg.data:rows")

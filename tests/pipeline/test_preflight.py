@@ -82,6 +82,7 @@ def test_the_resolved_quickstart_passes_too(tmp_path: Path) -> None:
         ("reward.functions=[{function: exact_macht}]", "reward.functions.0.function", "exact_match"),
         ("reward.functions=[{function: no_such.py:score}]", "reward.functions.0.function", "no such file"),
         ("rollout.agent=no_such.py:play", "rollout.agent", "no such file"),
+        ("cluster.state_dir=/dev/null/state", "cluster.state_dir", "/dev/null is a file"),
         ("tracking.mlflow.uri=sqlite:////no/such/folder/mlflow.db", "tracking.mlflow.uri", "make it first"),
     ],
 )
@@ -220,3 +221,9 @@ def test_whether_a_reward_is_async_is_known_where_it_can_be_looked_at(tmp_path: 
     (problem,) = problems_of(f"reward.functions=[{count}]", "reward.concurrency=4")
     assert problem.key == "reward.concurrency"
     preflight(load_mapping(MINIMAL, [f"reward.functions=[{judge}]", "reward.concurrency=4"]))
+
+
+def test_a_state_folder_on_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.ledger.file_systems.file_system_of", lambda folder, *, mounts: "nfs4")
+    (problem,) = problems_of(f"cluster.state_dir={tmp_path}")
+    assert (problem.key, "network file system (NFS)" in problem.message) == ("cluster.state_dir", True)
