@@ -227,7 +227,8 @@ class TrainingConfig(Section):
 class SyncConfig(Section):
     mode: Literal["staged", "broadcast", "disk"] = Field("staged", description="How a new version reaches the servers.")
     transport: Literal["auto", "shared_memory", "zeromq"] = Field(
-        "auto", description="What carries the shards; auto takes shared_memory on one host."
+        "auto",
+        description="What carries the shards; auto takes shared_memory to servers that listen on loopback, zeromq to all others.",
     )
     kv_policy: Literal["keep", "recompute"] = Field(
         "keep", description="In-flight requests keep their KV cache, or are prefilled again under the new weights."

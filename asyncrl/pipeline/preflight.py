@@ -230,7 +230,13 @@ def _state_dir(config: Config) -> Iterator[Problem]:
 def _attention(config: Config, gpus: int) -> Iterator[Problem]:
     if config.model.attention != "flash_attention_2":
         return
-    if not gpus or importlib.util.find_spec("flash_attn") is None:
-        lacking = "the package flash-attn (install asyncrl[gpu])" if gpus else "a GPU, and there is none"
-        message = f"model.attention is flash_attention_2, which needs {lacking}: set model.attention to auto or sdpa"
+    lacking = [] if gpus else ["a GPU (there is none)"]
+    if gpus and importlib.util.find_spec("flash_attn") is None:
+        lacking.append("the package flash-attn (install asyncrl[gpu])")
+    if config.model.dtype != "bfloat16":
+        lacking.append("model.dtype bfloat16")
+    if lacking:
+        message = (
+            f"model.attention is flash_attention_2, which needs {' and '.join(lacking)}: set model.attention to auto or sdpa"
+        )
         yield Problem("model.attention", message)

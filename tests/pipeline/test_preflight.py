@@ -79,6 +79,7 @@ def test_the_resolved_quickstart_passes_too(tmp_path: Path) -> None:
         ("model.tokenizer=./no_such_folder", "model.tokenizer", "no such folder"),
         ("model.tokenizer=no_such_folder", "model.tokenizer", "or a hub name"),
         ("model.attention=flash_attention_2", "model.attention", "set model.attention to auto"),
+        ("model.attention=flash_attention_2", "model.attention", "which needs a GPU (there is none) and model.dtype bfloat16"),
         ("reward.functions=[{function: exact_macht}]", "reward.functions.0.function", "exact_match"),
         ("reward.functions=[{function: no_such.py:score}]", "reward.functions.0.function", "no such file"),
         ("rollout.agent=no_such.py:play", "rollout.agent", "no such file"),
