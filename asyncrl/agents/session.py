@@ -159,8 +159,8 @@ class Session:
             self._active.add(rid)
             try:
                 found: Completion | None = None
-                async for completion in self._engine.generate(request):
-                    found = completion
+                async for completions in self._engine.generate(request):
+                    found = completions[-1]
                 if found is not None and found.failure is None:
                     return found
                 failure = failure if found is None or found.failure is None else found.failure

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.agents.task import Task, failed_trajectory, pause_before_retry, seed_of
+from asyncrl.agents.task import Task, failed_trajectory, pause_before_retry, seeds_of
 from asyncrl.errors import AsyncrlError
 from asyncrl.messages import Trajectory
 from asyncrl.protocols import Completion, GenerateRequest, InferenceEngine, MemberRequest, Tokenizer
@@ -25,58 +26,76 @@ class SingleTurn:
         self._engine, self._tokenizer, self._now = engine, tokenizer, now
         self.active: set[str] = set()
 
-    async def run(self, task: Task) -> AsyncGenerator[Trajectory, None]:
+    async def run(self, task: Task) -> AsyncGenerator[list[Trajectory], None]:
         began = self._now()
         failures = dict.fromkeys(task.members, NO_ANSWER)
         for tried in range(task.retries + 1):
             if tried:
                 await pause_before_retry(tried)
-            async for completion in self._ask(task, tuple(failures), tried):
-                if completion.failure is not None:
-                    failures[completion.index] = completion.failure
-                elif failures.pop(completion.index, None) is not None:
-                    yield self._trajectory(task, completion, self._now() - began)
+            async for completions in self._ask(task, tuple(failures), tried):
+                answered = []
+                for completion in completions:
+                    if completion.failure is not None:
+                        failures[completion.index] = completion.failure
+                    elif failures.pop(completion.index, None) is not None:
+                        answered.append(completion)
+                if answered:
+                    yield self._trajectories(task, answered, self._now() - began)
             if not failures:
                 return
-        for member, failure in failures.items():
-            yield failed_trajectory(task, member, f"generation failed {task.retries + 1} times: {failure}")
+        tries = f"generation failed {task.retries + 1} times"
+        yield [failed_trajectory(task, member, f"{tries}: {failure}") for member, failure in failures.items()]
 
-    async def _ask(self, task: Task, members: tuple[int, ...], tried: int) -> AsyncIterator[Completion]:
-        suffix = f":{tried}" if tried else ""
-        wanted = tuple(
-            MemberRequest(member, f"{task.rid_prefix}{task.id}/{member}{suffix}", seed_of(task.run_seed, *task.id, member))
-            for member in members
-        )
-        rids = [member.rid for member in wanted]
+    async def _ask(self, task: Task, members: tuple[int, ...], tried: int) -> AsyncIterator[Sequence[Completion]]:
+        group, suffix = f"{task.rid_prefix}{task.id}", f":{tried}" if tried else ""
+        rids = [f"{group}/{member}{suffix}" for member in members]
+        wanted = tuple(map(MemberRequest, members, rids, seeds_of(task.run_seed, task.id, members)))
         self.active.update(rids)
         try:
             request = GenerateRequest(task.prompt_tokens, wanted, task.sampling, task.timeout_seconds)
-            async for completion in self._engine.generate(request):
-                yield completion
+            async for completions in self._engine.generate(request):
+                yield completions
         except AsyncrlError as error:  # the engine as a whole is out of reach: the same as a failure of every member left
-            for member in members:
-                yield failed_completion(member, "", f"{type(error).__name__}: {error}")
+            yield [failed_completion(member, "", f"{type(error).__name__}: {error}") for member in members]
         finally:
             self.active.difference_update(rids)
 
-    def _trajectory(self, task: Task, completion: Completion, seconds: float) -> Trajectory:
+    def _trajectories(self, task: Task, answered: Sequence[Completion], seconds: float) -> list[Trajectory]:
         prompt = task.prompt
-        return Trajectory(
-            id=task.id.member(completion.index),
-            group_size=task.group_size,
-            start_version=task.start_version,
-            prompt_tokens=task.prompt_tokens,
-            response_tokens=completion.token_ids,
-            loss_mask=_all_true(len(completion.token_ids)),
-            log_probs=completion.log_probs,
-            versions=completion.versions,
-            finish_reason=completion.finish_reason,
-            prompt=prompt.prompt,
-            response=self._tokenizer.decode(completion.token_ids.tolist()),
-            ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-            generate_seconds=seconds,
-        )
+        shared = {
+            "group_size": task.group_size,
+            "start_version": task.start_version,
+            "prompt_tokens": task.prompt_tokens,
+            "prompt": prompt.prompt,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info,
+            "generate_seconds": seconds,
+            "failure": None,
+        }
+        return [
+            _filled(
+                {
+                    **shared,
+                    "id": task.id.member(completion.index),
+                    "response_tokens": completion.token_ids,
+                    "loss_mask": _all_true(len(completion.token_ids)),
+                    "log_probs": completion.log_probs,
+                    "versions": completion.versions,
+                    "finish_reason": completion.finish_reason,
+                    "response": self._tokenizer.decode(completion.token_ids.tolist()),
+                    "messages": [],
+                    "tool_calls": [],
+                }
+            )
+            for completion in answered
+        ]
+
+
+def _filled(values: dict[str, Any]) -> Trajectory:
+    """A trajectory of all its fields, set at once: its own `__init__` sets them one by one, at three times the cost."""
+    trajectory = object.__new__(Trajectory)
+    object.__setattr__(trajectory, "__dict__", values)
+    return trajectory
 
 
 @functools.lru_cache(maxsize=256)

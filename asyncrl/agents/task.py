@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,14 +43,26 @@ class Agent(Protocol):
     active: set[str]
     """Ids of the requests that the servers work on, for an abort."""
 
-    def run(self, task: Task) -> AsyncGenerator[Trajectory, None]:
-        """Yield exactly one trajectory per member, each as soon as it is finished; one that could not be made has `failure`."""
+    def run(self, task: Task) -> AsyncGenerator[Sequence[Trajectory], None]:
+        """Yield exactly one trajectory per member, each as soon as it is finished, together with those that finished at the same
+        moment; one that could not be made has `failure`."""
 
 
 def seed_of(run_seed: int, *path: int | str) -> int:
     """A seed in [0, 2^63) that depends on all of `path`: epoch, row, attempt, member, and the turn of a conversation."""
     text = "/".join(map(str, (run_seed, *path)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seeds_of(run_seed: int, group: GroupId, members: Sequence[int]) -> list[int]:
+    """`seed_of(run_seed, *group, member)` of each. What stands before the member is hashed once."""
+    group_hash = hashlib.blake2b(f"{run_seed}/{group}/".encode(), digest_size=8)
+    seeds = []
+    for member in members:
+        member_hash = group_hash.copy()
+        member_hash.update(str(member).encode())
+        seeds.append(int.from_bytes(member_hash.digest(), "big") >> 1)
+    return seeds
 
 
 def failed_trajectory(task: Task, member: int, failure: str) -> Trajectory:

@@ -49,11 +49,11 @@ class UserAgent:
         self._function, self._engine, self._tokenizer, self._now = function, engine, tokenizer, now
         self.active: set[str] = set()
 
-    async def run(self, task: Task) -> AsyncGenerator[Trajectory, None]:
+    async def run(self, task: Task) -> AsyncGenerator[list[Trajectory], None]:
         members = [asyncio.ensure_future(self._member(task, member)) for member in task.members]
         try:
             for finished in asyncio.as_completed(members):
-                yield await finished
+                yield [await finished]
         finally:
             for member in members:
                 member.cancel()

@@ -116,6 +116,7 @@ class FleetClient:
 
     def __init__(self, view: FleetView | None = None, *, is_embedded: bool = True, token: str | None = None):
         self._view = view or fixed_fleet({})
+        self._open = [server for server in self._view.servers if server.takes_traffic]
         self._is_embedded = is_embedded
         self._changed = asyncio.Event()
         self._is_closed = False
@@ -130,6 +131,7 @@ class FleetClient:
     def update(self, view: FleetView) -> None:
         """The newest view of the fleet; calls that wait for a server look again, and those on one that died leave it."""
         before, self._view = {server.name: server for server in self._view.servers}, view
+        self._open = [server for server in view.servers if server.takes_traffic]
         for server in view.servers:
             known = before.get(server.name)
             if known is not None and (known.url != server.url or server.state == "DEAD" != known.state):
@@ -138,8 +140,9 @@ class FleetClient:
                 self._pauses.pop(server.name, None)
         self._look_again()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
-        """One completion per member, each as it finishes. Leaving the iterator early aborts the rest on the server."""
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[Completion], None]:
+        """One completion per member, each as it finishes, those that finish at once together. Leaving the iterator early aborts
+        the rest on the server."""
         asked = _Asked(Part(request), asyncio.get_running_loop().time() + request.timeout_seconds)
         timer = asyncio.get_running_loop().call_at(asked.deadline, asked.part.expire)
         self._wanted.update(dict.fromkeys(asked.part.left, asked))
@@ -147,18 +150,18 @@ class FleetClient:
             while asked.part.left:
                 if (server := await self._route(asked)) is not None:
                     try:
-                        async with aclosing(self._generate_on(server, asked)) as completions:
-                            async for completion in completions:
-                                yield completion
+                        async with aclosing(self._generate_on(server, asked)) as finished:
+                            async for completions in finished:
+                                yield completions
                     except ServerLost as loss:
                         self._pause(server, loss)
                         asked.lost(server, loss, self._view.incarnation)
-                for completion in asked.ended_without_a_server():
-                    yield completion
+                if ended := asked.ended_without_a_server():
+                    yield ended
         except Failures as error:
-            failure = asked.explain(error)
-            for response in list(asked.part.left.values()):
-                yield failed_completion(response.member.index, asked.name, failure)
+            failure, left = asked.explain(error), asked.part.left.values()
+            if left:
+                yield [failed_completion(response.member.index, asked.name, failure) for response in left]
         finally:
             timer.cancel()
             for member in request.members:
@@ -198,7 +201,7 @@ class FleetClient:
         while not asked.aborted & asked.part.left.keys():
             if self._is_closed:
                 raise GenerationFailed("the client was closed")
-            servers = [server for server in self._view.servers if server.takes_traffic and wanted in (None, server.name)]
+            servers = [server for server in self._open if wanted in (None, server.name)]
             look_at = asked.deadline
             if self._pauses:
                 ends = {server.name: self._pause_end(server) for server in servers}
@@ -248,7 +251,7 @@ class FleetClient:
 
     # Asking
 
-    async def _generate_on(self, server: ServerView, asked: _Asked) -> AsyncGenerator[Completion, None]:
+    async def _generate_on(self, server: ServerView, asked: _Asked) -> AsyncGenerator[list[Completion], None]:
         """Completions as the server sends them. Raises one of `Failures` when it stops doing so."""
         part, unused = asked.part, len(asked.part.left)
         asked.server = server
@@ -269,8 +272,8 @@ class FleetClient:
                 if self._pauses:
                     self._pauses.pop(server.name, None)
                 completions, outdated = self._completions(finished, server, part)
-                for completion in completions:
-                    yield completion
+                if completions:
+                    yield completions
                 if outdated is not None:
                     raise ServerLost(outdated, is_suspect=False)
         finally:

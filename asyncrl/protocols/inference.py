@@ -67,9 +67,10 @@ def failed_completion(index: int, server: str, failure: str, *, reason: FinishRe
 class InferenceEngine(Protocol):
     """A client of one or more inference servers."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """Yield exactly one completion per member, each as soon as it is finished; a member that failed is yielded with
-        `failure` set (server lost, deadline passed), never raised, so that the others are not lost with it."""
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Sequence[Completion]]:
+        """Yield exactly one completion per member, each as soon as it is finished, together with those that finished at the same
+        moment; a member that failed is yielded with `failure` set (server lost, deadline passed), never raised, so that the
+        others are not lost with it."""
 
     async def abort(self, rids: Sequence[str]) -> None:
         """End these requests early; they are yielded with finish reason "abort"."""

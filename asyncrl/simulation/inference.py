@@ -50,13 +50,13 @@ class FakeInference:
         if view.confirmed is not None and view.confirmed != self._changes[-1][1]:
             self.set_version(view.confirmed)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Sequence[Completion]]:
         done: asyncio.Queue[Completion] = asyncio.Queue()
         self._aborts.update({member.rid: asyncio.Event() for member in request.members})
         tasks = [asyncio.create_task(self._member(request, member, done)) for member in request.members]
         try:
             for _ in tasks:
-                yield await done.get()
+                yield [await done.get()]
         finally:
             for task in tasks:
                 task.cancel()

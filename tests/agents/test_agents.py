@@ -1,13 +1,16 @@
 """Agents: single_turn, and functions of the user's own with a recorded conversation."""
 
 import asyncio
+from contextlib import aclosing
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
 from asyncrl.agents import Task, UserAgent, load_agent, seed_of
+from asyncrl.agents.task import seeds_of
 from asyncrl.errors import GenerationFailed, TransportError, UserError
-from asyncrl.messages import GroupId
+from asyncrl.messages import GroupId, Trajectory
 from asyncrl.messages.codec import to_payload
 from asyncrl.protocols import Completion, Prompt, SamplingParams
 from asyncrl.simulation.loop import run_virtual
@@ -38,7 +41,7 @@ class Echo:
             await asyncio.sleep(1.0)
             reply = self.encode_prompt(self.replies[min(turn, len(self.replies) - 1)])[: request.sampling.max_new_tokens]
             failure = self.fail(member.rid)
-            yield Completion(
+            completion = Completion(
                 index=member.index,
                 token_ids=np.asarray(reply, np.int32),
                 log_probs=-np.arange(len(reply), dtype=np.float32),
@@ -47,6 +50,7 @@ class Echo:
                 server="inference/0",
                 failure=failure,
             )
+            yield [completion]
 
     async def abort(self, rids):
         pass
@@ -73,7 +77,7 @@ def task_of(prompt="ask ", *, members=2, retries=1, room=32, timeout=60.0):
 
 def trajectories(agent, task):
     async def collect():
-        return [trajectory async for trajectory in agent.run(task)]
+        return [trajectory async for trajectories in agent.run(task) for trajectory in trajectories]
 
     return run_virtual(collect())
 
@@ -100,6 +104,30 @@ def test_single_turn_asks_again_for_the_failed_members_only():
     assert engine.requests[1].members[0].seed == engine.requests[0].members[1].seed
 
 
+def test_what_finishes_at_the_same_moment_comes_together_and_nothing_waits_for_the_rest():
+    class Pairs(Echo):
+        async def generate(self, request):
+            completions = [completion async for (completion,) in super().generate(request)]
+            yield completions[:2]
+            await asyncio.sleep(3600.0)
+            yield completions[2:]
+
+    async def first_two():
+        engine = Pairs("yes")
+        async with asyncio.timeout(60.0), aclosing(load_agent("single_turn", engine, engine).run(task_of(members=4))) as finished:
+            return [trajectory.id.member for trajectory in await anext(finished)]
+
+    assert run_virtual(first_two()) == [0, 1]
+
+
+def test_a_trajectory_has_every_field_and_lists_of_its_own():
+    engine = Echo("yes")
+    one, two = trajectories(load_agent("single_turn", engine, engine), task_of(members=2))
+    assert set(vars(one)) == {field.name for field in fields(Trajectory)}
+    assert one.messages is not two.messages
+    assert one.tool_calls is not two.tool_calls
+
+
 def test_an_engine_out_of_reach_is_a_failure_of_every_member():
     class Gone(Echo):
         async def generate(self, request):
@@ -114,9 +142,9 @@ def test_an_engine_out_of_reach_is_a_failure_of_every_member():
 def test_an_engine_that_forgets_a_member_is_a_failure_of_that_member():
     class Forgetful(Echo):
         async def generate(self, request):
-            async for completion in super().generate(request):
+            async for (completion,) in super().generate(request):
                 if completion.index:
-                    yield completion
+                    yield [completion]
 
     engine = Forgetful("yes")
     found = trajectories(load_agent("single_turn", engine, engine), task_of())
@@ -173,6 +201,7 @@ def test_every_member_and_turn_has_a_seed_of_its_own():
     engine = Echo("one")
     run_agent(agent, engine, members=3)
     assert len({request.members[0].seed for request in engine.requests}) == 6
+    assert seeds_of(5, GroupId(0, 3, 1), (0, 1)) == [seed_of(5, 0, 3, 1, 0), seed_of(5, 0, 3, 1, 1)]
     assert seed_of(5, 0, 3, 1, 0) in {request.members[0].seed for request in engine.requests}
 
 

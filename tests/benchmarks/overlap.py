@@ -149,8 +149,8 @@ async def _generate(url: str, rounds: int) -> float:
     async def group(round_: int, number: int) -> None:
         tokens = np.random.default_rng((round_, number)).integers(2, 60, PROMPT_TOKENS).astype(np.int32)
         members = tuple(MemberRequest(m, f"{round_}-{number}-{m}", m) for m in range(MEMBERS))
-        async for completion in client.generate(GenerateRequest(tokens, members, sampling, 120)):
-            assert completion.failure is None, completion.failure
+        async for completions in client.generate(GenerateRequest(tokens, members, sampling, 120)):
+            assert not any(completion.failure for completion in completions), completions
 
     seconds = []
     for round_ in range(rounds + 2):

@@ -63,7 +63,7 @@ def group(*, members: int = 4, max_new: int = 12, seed: int = 0, timeout: float 
 
 
 async def collect(engine: InferenceEngine, request: GenerateRequest) -> dict[int, Completion]:
-    completions = [completion async for completion in engine.generate(request)]
+    completions = [completion async for completions in engine.generate(request) for completion in completions]
     assert len({completion.index for completion in completions}) == len(completions)
     return {completion.index: completion for completion in completions}
 

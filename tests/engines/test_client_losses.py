@@ -111,7 +111,7 @@ def group(*, members: int = 2, length: int = LENGTH, seed: int = 0, timeout: flo
 
 async def collect(client: FleetClient, request: GenerateRequest) -> list[Completion]:
     """In the order of the members; each came once."""
-    completions = [completion async for completion in client.generate(request)]
+    completions = [completion async for completions in client.generate(request) for completion in completions]
     assert sorted(completion.index for completion in completions) == [member.index for member in request.members]
     return sorted(completions, key=lambda completion: completion.index)
 

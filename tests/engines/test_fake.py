@@ -19,7 +19,7 @@ def group(members: int = 2, max_new: int = 100, timeout: float = 1000.0) -> Gene
 
 
 async def collect(engine: FakeInference, request: GenerateRequest) -> list[Completion]:
-    return [completion async for completion in engine.generate(request)]
+    return [completion async for completions in engine.generate(request) for completion in completions]
 
 
 def test_tokens_carry_the_version_of_the_moment_they_appeared_and_hours_pass_at_once():

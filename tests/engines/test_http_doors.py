@@ -93,7 +93,7 @@ async def test_a_stranger_cannot_abort_what_is_generated(served):
 async def test_the_fleet_client_brings_its_token(served, token, failed):
     client = FleetClient(fixed_fleet({"inference/0": served.url}), token=token)
     request = GenerateRequest(np.asarray([4, 5], np.int32), (MemberRequest(0, "a", 1),), SamplingParams(4, ignore_eos=True), 5.0)
-    (completion,) = [completion async for completion in client.generate(request)]
+    (completion,) = [completion async for completions in client.generate(request) for completion in completions]
     assert (completion.failure is not None) == failed
     assert not failed or "401" in str(completion.failure)
     await client.close()
@@ -109,7 +109,7 @@ async def test_who_dawdles_is_hung_up_on_and_keeps_nobody_waiting(model, monkeyp
     dawdlers = [asyncio.create_task(dawdle(where, whole if head is None else head)) for _ in range(50)]
     client = FleetClient(fixed_fleet({"inference/0": where.url}), token=TOKEN)
     request = GenerateRequest(np.asarray([4, 5], np.int32), (MemberRequest(0, "a", 1),), SamplingParams(4, ignore_eos=True), 5.0)
-    (completion,) = [completion async for completion in client.generate(request)]
+    (completion,) = [completion async for completions in client.generate(request) for completion in completions]
     assert completion.failure is None
     answers = await asyncio.wait_for(asyncio.gather(*dawdlers), 20)
     assert time.monotonic() - began >= 0.9

@@ -63,7 +63,7 @@ async def test_it_serves_swaps_reports_and_stops(model):
     staged = {name: tensor.clone() for name, tensor in target.live().items()}
     await asyncio.to_thread(target.commit, staged, PolicyVersion(1, 3), "keep")
     request = GenerateRequest(np.asarray([4, 5], np.int32), (MemberRequest(0, "a", 1),), SamplingParams(5, ignore_eos=True), 20.0)
-    (completion,) = [completion async for completion in client.generate(request)]
+    (completion,) = [completion async for completions in client.generate(request) for completion in completions]
     assert completion.versions.tolist() == [3] * 5
     status = await rpc.call("status", timeout=5)
     assert (status["state"], status["version"], status["tokens"]) == ("serving", 3, 5)
@@ -88,7 +88,7 @@ async def test_a_decode_loop_that_dies_ends_the_service_with_its_reason(model):
     loop._runner.decode = None  # as if the model had raised
     client = FleetClient(fixed_fleet({"inference/0": addresses["http"]}))
     request = GenerateRequest(np.asarray([4, 5], np.int32), (MemberRequest(0, "a", 1),), SamplingParams(5), 1.0)
-    (completion,) = [completion async for completion in client.generate(request)]
+    (completion,) = [completion async for completions in client.generate(request) for completion in completions]
     assert re.search("after one was lost: server inference/0: .*the engine (has )?ended", completion.failure or "")
     with pytest.raises(RunError, match="decode loop ended"):
         await asyncio.wait_for(running, 10)

@@ -113,7 +113,7 @@ async def ask(world: World) -> list[Completion]:
     members = tuple(MemberRequest(index, f"0/1/0/{index}", index) for index in range(4))
     sampling = SamplingParams(200, top_p=0.9, ignore_eos=True)
     request = GenerateRequest(np.asarray([4, 13, 5], np.int32), members, sampling, 120.0)
-    completions = [completion async for completion in world.client.generate(request)]
+    completions = [completion async for completions in world.client.generate(request) for completion in completions]
     return sorted(completions, key=lambda completion: completion.index)
 
 

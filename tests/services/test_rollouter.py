@@ -79,8 +79,8 @@ async def test_a_group_is_in_the_ledger_before_it_is_generated():
     async def generate(request):
         id = GroupId.parse(request.members[0].rid.rpartition("/")[0])
         asked.append(bench.ledger.attempts.state(id))
-        async for completion in type(bench.engine).generate(bench.engine, request):
-            yield completion
+        async for completions in type(bench.engine).generate(bench.engine, request):
+            yield completions
 
     bench.engine.generate = generate
     async with bench:

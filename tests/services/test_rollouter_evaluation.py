@@ -106,8 +106,8 @@ async def test_every_evaluation_throws_the_same_dice_and_every_sample_its_own():
     async def watched(request):
         if request.members[0].rid.startswith("eval"):
             seeds.extend(member.seed for member in request.members)
-        async for completion in generate(request):
-            yield completion
+        async for completions in generate(request):
+            yield completions
 
     bench.engine.generate = watched
     async with bench:
@@ -125,8 +125,8 @@ async def test_evaluation_samples_at_its_own_temperature():
 
     async def watched(request):
         temperatures.add((request.members[0].rid.startswith("eval"), request.sampling.temperature))
-        async for completion in generate(request):
-            yield completion
+        async for completions in generate(request):
+            yield completions
 
     bench.engine.generate = watched
     async with bench:

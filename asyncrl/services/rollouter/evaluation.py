@@ -166,11 +166,11 @@ class Evaluator:
     async def _ask(self, index: int, prompt: Prompt, members: tuple[int, ...], samples: int, finished: list[Trajectory]) -> None:
         left = len(members)
         try:
-            async with aclosing(self._parts.agent.run(self._task(index, prompt, members, samples))) as trajectories:
-                async for trajectory in trajectories:
-                    finished.append(trajectory)
-                    left -= 1
-                    self._places.give(1)
+            async with aclosing(self._parts.agent.run(self._task(index, prompt, members, samples))) as answers:
+                async for trajectories in answers:
+                    finished += trajectories
+                    left -= len(trajectories)
+                    self._places.give(len(trajectories))
         finally:
             self._places.give(left)
 

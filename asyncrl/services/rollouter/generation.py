@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -57,10 +57,10 @@ class StartedGroup:
 
 
 class Generation:
-    """Each member is handed to `finished` as soon as it is there. A group larger than all places runs in parts, one after the
+    """Members are handed to `finished` as soon as they are there. A group larger than all places runs in parts, one after the
     other."""
 
-    def __init__(self, config: Config, agent: Agent, places: Places, finished: Callable[[Trajectory], None]):
+    def __init__(self, config: Config, agent: Agent, places: Places, finished: Callable[[Sequence[Trajectory]], None]):
         self._config, self._agent, self._places, self._finished = config, agent, places, finished
         self._tasks: dict[GroupId, asyncio.Task[None]] = {}
         self._held: dict[GroupId, int] = {}  # places of each group that still has them
@@ -88,10 +88,10 @@ class Generation:
         for part in parts:
             is_last = part is parts[-1]
             self._give(group.id, self._held[group.id] - len(part) if is_last else 0)
-            async with aclosing(self._agent.run(self._task(group, part))) as trajectories:
-                async for trajectory in trajectories:
-                    self._finished(trajectory)
-                    self._give(group.id, 1 if is_last else 0)
+            async with aclosing(self._agent.run(self._task(group, part))) as finished:
+                async for trajectories in finished:
+                    self._finished(trajectories)
+                    self._give(group.id, len(trajectories) if is_last else 0)
 
     def _parts(self, group: StartedGroup) -> list[tuple[int, ...]]:
         """Its members, cut so that each part has a place for each of its own."""

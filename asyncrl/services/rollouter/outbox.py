@@ -43,8 +43,8 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, trajectory: Trajectory) -> None:
-        self._waiting.append(trajectory)
+    def put(self, trajectories: Sequence[Trajectory]) -> None:
+        self._waiting += trajectories
         self._filled.set()
 
     async def run(self) -> None:

@@ -68,7 +68,7 @@ class Rollouter:
         self._figures = Figures(clock)
         self._places = Places(config.rollout.max_concurrent, self._places_changed)
         self._groups = GroupTable(config.rollout.group_size)
-        self._fleet: FleetView | None = None
+        self._confirmed: int | None = None  # by every server that takes traffic; None while none does
         self._events = LedgerEvents(seq=0, ended=(), finished_steps=0)
         self._stop_asked = False
         self._parts: RollouterParts
@@ -214,7 +214,7 @@ class Rollouter:
             except DeadlineExceeded as error:
                 log.warning("ParameterSync is silent: %s", error)
                 continue
-            seq, self._fleet = view.seq, view
+            seq, self._confirmed = view.seq, _confirmed_by(view)
             self._parts.on_fleet(view)
             self._pulse.beat()
 
@@ -239,13 +239,6 @@ class Rollouter:
             if self._confirmed is not None:
                 metrics["rollouter/confirmed_version"] = float(self._confirmed)
             self._parts.tracker.log("rollouter", number, metrics)
-
-    @property
-    def _confirmed(self) -> int | None:
-        """The version that every server taking traffic has confirmed; None while none takes any."""
-        if self._fleet is None or not any(server.takes_traffic for server in self._fleet.servers):
-            return None
-        return self._fleet.confirmed
 
     @property
     def _over(self) -> bool:
@@ -325,11 +318,12 @@ class Rollouter:
                 key=key,
             )
 
-    def _finished(self, trajectory: Trajectory) -> None:
-        self._figures.take(trajectory)
-        if trajectory.failure is not None:
-            log.warning("%s failed: %s", trajectory.id, trajectory.failure)
-        self._outbox.put(trajectory)
+    def _finished(self, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories:
+            self._figures.take(trajectory)
+            if trajectory.failure is not None:
+                log.warning("%s failed: %s", trajectory.id, trajectory.failure)
+        self._outbox.put(trajectories)
 
     def _accepted(self, trajectories: Sequence[Trajectory]) -> None:
         for trajectory in trajectories:
@@ -341,3 +335,7 @@ class Rollouter:
             self._figures.idle_because(self._why_waiting())
         self._figures.set_active(taken)
         self._pulse.beat()
+
+
+def _confirmed_by(view: FleetView) -> int | None:
+    return view.confirmed if any(server.takes_traffic for server in view.servers) else None
