@@ -60,7 +60,7 @@ class Response:
 
     @property
     def num_in_hand(self) -> int:
-        return sum(len(stretch.token_ids) for stretch in self._in_hand)
+        return sum(len(stretch.token_ids) for stretch in self._in_hand) if self._in_hand else 0
 
     def token_ids(self) -> list[int]:
         """Those in hand, which the next server is told as the end of its prompt."""

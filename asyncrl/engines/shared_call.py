@@ -21,7 +21,7 @@ and `seed_offset` (so many tokens of the response end the prompt: what follows i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -39,6 +39,7 @@ CHUNK_TOKENS = 64  # what a lost server costs at most, of each response; a chunk
 CUMULATIVE_CHUNK_TOKENS = 1024  # where every chunk holds all tokens so far
 GONE_OR_FULL = 503  # the HTTP status of a server that ends, or has no room
 HEADERS = {"Content-Type": "application/json"}
+DONE = b"[DONE]"
 
 Event = dict[str, Any]
 Abort = Callable[[str, Sequence[str]], Coroutine[Any, Any, None]]  # of rids, at a server's URL
@@ -215,8 +216,9 @@ class SharedCall:
             if response.status != 200:
                 raise _refusal(response.status, (await response.text())[:500], in_company)
             async with aclosing(_events(response.content)) as events:
-                async for event in events:
-                    self._share_out(event, in_company)
+                async for chunk in events:
+                    for event in chunk:
+                        self._share_out(event, in_company)
             return ServerLost(f"the stream ended with {self._num_left} of {len(self._places)} responses outstanding")
         finally:
             response.close()  # of a response that was read to its end, the connection lives on
@@ -282,14 +284,15 @@ def _refusal(status: int, text: str, in_company: bool) -> GenerationFailed:
     return RefusedInCompany(said) if in_company and status >= 400 else GenerationFailed(said)
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[Event, None]:
-    """The JSON objects of a server-sent event stream, up to [DONE]. No deadline: those who wait have theirs, and then end it."""
+async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[Iterator[Event], None]:
+    """The JSON objects of a server-sent event stream, up to [DONE], those that came at once together. No deadline: those who wait
+    have theirs, and then end it."""
     rest = b""
     while chunk := await content.readany():
-        *events, rest = (rest + chunk).split(b"\n\n")
-        for event in events:
-            data = event.removeprefix(b"data:").strip()
-            if data == b"[DONE]":
-                await content.read()
-                return
-            yield orjson.loads(data)
+        *blocks, rest = (rest + chunk).split(b"\n\n")
+        texts = [block.removeprefix(b"data:").strip() for block in blocks]
+        if DONE in texts:
+            yield map(orjson.loads, texts[: texts.index(DONE)])
+            await content.read()
+            return
+        yield map(orjson.loads, texts)
