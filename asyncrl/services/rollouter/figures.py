@@ -62,9 +62,8 @@ class Figures:
             self.generated += 1
             self.tokens += len(trajectory.response_tokens)
             self.truncated += trajectory.finish_reason == "length"
-            if len(trajectory.versions):
-                spanned = int(trajectory.versions[-1]) - int(trajectory.versions[0]) + 1
-                self.most_versions = max(self.most_versions, spanned)
+            if len(versions := trajectory.versions):
+                self.most_versions = max(self.most_versions, versions.item(-1) - versions.item(0) + 1)
         self.finish_reasons[trajectory.finish_reason] += 1
 
     def set_active(self, active: int) -> None:

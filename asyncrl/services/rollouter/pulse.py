@@ -11,14 +11,16 @@ class Pulse:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self._is_awaited = False
 
     def beat(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
+        if self._is_awaited:
+            self._event.set()
+            self._event, self._is_awaited = asyncio.Event(), False
 
     async def wait(self, timeout: float) -> None:
         """Until the next beat, or until `timeout` seconds have passed."""
-        event = self._event
+        event, self._is_awaited = self._event, True
         try:
             async with asyncio.timeout(timeout):
                 await event.wait()
