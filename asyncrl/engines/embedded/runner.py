@@ -24,6 +24,8 @@ from asyncrl.errors import PlanMismatch, UserError
 PREFILL_CHUNK = 512
 PREFILL_TOKENS = 2048
 LENGTH_BUCKET = 16
+Layout = tuple[tuple[int, ...], torch.dtype, str, tuple[int, ...]]
+"""Shape, dtype, kind of device and stride of a parameter: what an exchange of weights leaves as it is."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
@@ -43,7 +45,9 @@ class ModelRunner:
             )
         refuse_short_window(model.config, context)
         self.model, self.context, self.max_slots = model, context, max_slots
-        parameter = next(model.parameters())
+        self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        self._layouts = {name: _layout(parameter) for name, parameter in self._parameters.items()}
+        parameter = next(iter(self._parameters.values()))
         self.dtype, self.device = parameter.dtype, parameter.device
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
@@ -213,28 +217,29 @@ class ModelRunner:
 
     def live(self) -> dict[str, torch.Tensor]:
         """Parameters by name; a tied one once, under its first name. Callable from any thread."""
-        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+        return {name: parameter.data for name, parameter in self._parameters.items()}
 
     def exchange(self, staged: Mapping[str, torch.Tensor]) -> None:
         """Swap the memory of parameters and staged tensors. All or nothing: raises PlanMismatch before the first swap."""
-        parameters = dict(self.model.named_parameters())
-        check_staged(parameters, staged)
-        for name, parameter in parameters.items():
+        check_staged(self._layouts, staged)
+        for name, parameter in self._parameters.items():
             fresh = staged[name]
             fresh.data, parameter.data = parameter.data, fresh.data
 
 
-def check_staged(live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]) -> None:
+def check_staged(layouts: Mapping[str, Layout], staged: Mapping[str, torch.Tensor]) -> None:
     """Raises PlanMismatch unless the staged tensors are the live ones in name, shape, dtype, device and layout."""
-    different = sorted(live.keys() ^ staged.keys())
+    different = sorted(layouts.keys() ^ staged.keys())
     if different:
         raise PlanMismatch(f"staged and live parameters differ in names: {', '.join(different[:5])}")
-    for name, parameter in live.items():
-        fresh = staged[name]
-        mine = (tuple(parameter.shape), parameter.dtype, parameter.device.type, parameter.stride())
-        theirs = (tuple(fresh.shape), fresh.dtype, fresh.device.type, fresh.stride())
+    for name, mine in layouts.items():
+        theirs = _layout(staged[name])
         if mine != theirs:
             raise PlanMismatch(f"parameter {name} is {mine}, and the staged tensor is {theirs} (shape, dtype, device, stride)")
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.stride()
 
 
 def _filled(values: npt.NDArray[Any], *, length: int, off: float) -> npt.NDArray[Any]:
