@@ -254,18 +254,17 @@ class _Executor:
         plan = Plan.from_wire(sent) if sent is not None else self._plans.get(header["plan_id"])
         if plan is None:
             raise Refused("unknown_plan", f"plan {header['plan_id']} was never sent to this receiver")
-        live = self._target.live()
         if plan is not self._plan:
+            live = self._target.live()
             check_plan(plan, live)
-        if self._staging is None:
-            self._staging = Staging(live)
+            self._staging = self._staging or Staging(live)
         self._plans = {plan.id: plan}
         return plan
 
     def _fetch(self, version: PolicyVersion, header: dict[str, Any], _: Bytes) -> dict[str, Any]:
         plan, staging = self._begun(version)
         indices = range(len(plan.slices)) if header.get("slices") is None else header["slices"]
-        checksums = _checksums(header, of=len(plan.slices))
+        checksums = _checksums(header, of=len(plan.slices)).tolist()
         if len(header["slots"]) != len(plan.slot_bytes) or max(indices, default=0) >= len(plan.slices):
             raise Refused("malformed", f"the plan has {len(plan.slot_bytes)} slots and {len(plan.slices)} slices")
         sources = [np.frombuffer(self._slots.open(name), dtype=np.uint8) for name in header["slots"]]
@@ -274,7 +273,7 @@ class _Executor:
         for index in indices:
             piece = plan.slices[index]
             source = sources[piece.rank][piece.slot_offset : piece.slot_offset + piece.num_bytes]
-            if not staging.write(index, source, int(checksums[index]), pace):
+            if not staging.write(index, source, checksums[index], pace):
                 refused.append(index)
             num_bytes += piece.num_bytes
         return self._received(refused, num_bytes)
@@ -282,7 +281,7 @@ class _Executor:
     def _bucket(self, version: PolicyVersion, header: dict[str, Any], payload: Bytes) -> dict[str, Any]:
         plan, staging = self._begun(version)
         first, count = header["first"], header["count"]
-        checksums = _checksums(header, of=count)
+        checksums = _checksums(header, of=count).tolist()
         if not 0 < count <= len(plan.slices) - first:
             raise Refused(
                 "malformed", f"a bucket holds slices of the {len(plan.slices)} of the plan, not {count} from {first} on"
@@ -293,7 +292,7 @@ class _Executor:
         for index in range(first, first + count):
             piece = plan.slices[index]
             source = payload[piece.slot_offset - begin : piece.slot_offset - begin + piece.num_bytes]
-            if not staging.write(index, source, int(checksums[index - first]), pace):
+            if not staging.write(index, source, checksums[index - first], pace):
                 refused.append(index)
         return self._received(refused, len(payload))
 
@@ -309,9 +308,9 @@ class _Executor:
         return {"pause_seconds": report.pause_seconds, "recompute_seconds": report.recompute_seconds}
 
     def _digest(self, version: PolicyVersion, _header: dict[str, Any], _: Bytes) -> dict[str, Any]:
-        if self._committed != version or self._plan is None:
+        if self._committed != version or self._plan is None or self._staging is None:
             raise Refused("not_committed", f"{self._committed} is live, not {version}")
-        checksums: Checksums = live_checksums(self._plan, self._target.live(), Pace())
+        checksums: Checksums = live_checksums(self._plan, self._target.live(), Pace(), self._staging.slices)
         self._digest_of_live = version, digest_of(checksums)
         return {"checksums": checksums_to_wire(checksums)}
 

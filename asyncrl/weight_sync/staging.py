@@ -5,7 +5,6 @@ Used by one thread at a time. Nothing here touches the live parameters except to
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ import torch
 
 from asyncrl.errors import PlanMismatch
 from asyncrl.protocols.weights import PolicyVersion
-from asyncrl.weight_sync.plan import Plan, Slice, flat_start
+from asyncrl.weight_sync.plan import Plan, Slice, TensorSpec, flat_start
 from asyncrl.weight_sync.wire import Checksums
 
 CHUNK_BYTES = 1 << 20
@@ -53,15 +52,41 @@ class Pace:
                 raise Superseded
 
 
+class SliceBytes:
+    """Where the slices of a plan lie in memory, in tensors of its names.
+
+    Commits exchange the memory of staged and live tensors, so that the same two memories are met in turn: of each slice the last
+    two arrays are kept. An array keeps its memory alive, and so an address that is known is still that memory's.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.names = [plan.tensors[piece.tensor].name for piece in plan.slices]
+        self._starts = [_byte_start(plan.tensors[piece.tensor], piece) for piece in plan.slices]
+        self._known: list[dict[int, Bytes]] = [{} for _ in plan.slices]
+
+    def of(self, index: int, tensor: torch.Tensor) -> Bytes | None:
+        """Slice `index` in its tensor, or None where it is not one run of CPU memory."""
+        start = self._starts[index]
+        if start is None or not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+        known, address = self._known[index], tensor.data_ptr()
+        if address not in known:
+            if len(known) == 2:
+                known.clear()
+            whole: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+            known[address] = whole[start : start + self.plan.slices[index].num_bytes]
+        return known[address]
+
+
 class Staging:
     """Tensors like the live ones, filled slice by slice; complete when every slice arrived with the checksum it was sent with."""
 
     def __init__(self, live: Mapping[str, torch.Tensor]):
         self.tensors = {name: torch.empty_like(tensor.detach()) for name, tensor in live.items()}
         self.version: PolicyVersion | None = None
-        self._plan: Plan | None = None
+        self.slices: SliceBytes | None = None
         self._missing: set[int] = set()
-        self._bytes: dict[int, Bytes | None] = {}
 
     @property
     def complete(self) -> bool:
@@ -73,46 +98,37 @@ class Staging:
 
     def begin(self, plan: Plan, version: PolicyVersion) -> None:
         """Expect every slice of `plan` anew."""
-        self._plan, self.version = plan, version
-        self._missing = set(range(len(plan.slices)))
-        self._bytes = {}  # a commit exchanged the tensors' memory: views of before would write into what is live
+        if self.slices is None or self.slices.plan is not plan:
+            self.slices = SliceBytes(plan)
+        self.version, self._missing = version, set(range(len(plan.slices)))
 
     def forget(self) -> None:
         """Nothing is expected, nothing can be committed."""
-        self.version, self._missing, self._bytes = None, set(), {}
+        self.version, self._missing = None, set()
 
     def write(self, index: int, data: Bytes, checksum: int, pace: Pace) -> bool:
         """Copy slice `index` in; False when what arrived has another checksum (then the slice stays missing)."""
-        assert self._plan is not None
-        piece = self._plan.slices[index]
+        assert self.slices is not None
+        piece, whole = self.slices.plan.slices[index], self.tensors[self.slices.names[index]]
         self._missing.add(index)
         if len(data) != piece.num_bytes:
             return False
-        if index not in self._bytes:
-            self._bytes[index] = _bytes_of(self.tensors[self._plan.tensors[piece.tensor].name], piece)
-        target = self._bytes[index]
+        target = self.slices.of(index, whole)
         crc = 0
-        if target is None:
+        if target is None:  # through a tensor of its own
             pace.spend(piece.num_bytes)
-            crc = zlib.crc32(data.data)
-            self._place(piece, data)
+            crc = zlib.crc32(data)
+            _box(whole, piece).copy_(torch.from_numpy(data.copy()).view(whole.dtype).view(piece.size))
         else:
             for start in range(0, piece.num_bytes, pace.chunk_bytes):
                 end = min(start + pace.chunk_bytes, piece.num_bytes)
                 np.copyto(target[start:end], data[start:end])
-                crc = zlib.crc32(target[start:end].data, crc)
+                crc = zlib.crc32(target[start:end], crc)
                 pace.spend(end - start)
         if crc != checksum:
             return False
         self._missing.discard(index)
         return True
-
-    def _place(self, piece: Slice, data: Bytes) -> None:
-        """A box that is no single run of CPU memory: through a tensor of its own."""
-        assert self._plan is not None
-        whole = self.tensors[self._plan.tensors[piece.tensor].name]
-        values = torch.from_numpy(data.copy()).view(whole.dtype).view(piece.size)
-        _box(whole, piece).copy_(values)
 
 
 def check_plan(plan: Plan, live: Mapping[str, torch.Tensor]) -> None:
@@ -131,31 +147,27 @@ def check_plan(plan: Plan, live: Mapping[str, torch.Tensor]) -> None:
         raise PlanMismatch(f"{absent[0]}: the server has it, the plan does not ({len(absent)} such parameters)")
 
 
-def live_checksums(plan: Plan, live: Mapping[str, torch.Tensor], pace: Pace) -> Checksums:
-    """CRC-32 of every slice of the live parameters, in plan order."""
+def live_checksums(plan: Plan, live: Mapping[str, torch.Tensor], pace: Pace, slices: SliceBytes | None = None) -> Checksums:
+    """CRC-32 of every slice of the live parameters, in plan order. slices: the plan's, where they are known already."""
+    slices = slices or SliceBytes(plan)
     checksums = np.empty(len(plan.slices), dtype=np.uint32)
     for index, piece in enumerate(plan.slices):
-        tensor = live[plan.tensors[piece.tensor].name].detach()
-        data = _bytes_of(tensor, piece)
+        tensor = live[slices.names[index]]
+        data = slices.of(index, tensor)
         if data is None:
-            data = _box(tensor, piece).contiguous().cpu().view(-1).view(torch.uint8).numpy()
+            data = _box(tensor.detach(), piece).contiguous().cpu().view(-1).view(torch.uint8).numpy()
         crc = 0
         for start in range(0, piece.num_bytes, CHUNK_BYTES):
-            crc = zlib.crc32(data[start : start + CHUNK_BYTES].data, crc)
+            crc = zlib.crc32(data[start : start + CHUNK_BYTES], crc)
             pace.spend(min(CHUNK_BYTES, piece.num_bytes - start))
         checksums[index] = crc
     return checksums
 
 
-def _bytes_of(tensor: torch.Tensor, piece: Slice) -> Bytes | None:
-    """The slice's own memory, or None where it is not one run of CPU memory."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return None
-    start = flat_start(tuple(tensor.shape), piece.offset, piece.size)
-    if start is None:
-        return None
-    run = tensor.view(-1)[start : start + math.prod(piece.size)]
-    return run.view(torch.uint8).numpy()
+def _byte_start(tensor: TensorSpec, piece: Slice) -> int | None:
+    """Where the slice begins in the tensor's memory, if it is one run of it."""
+    start = flat_start(tensor.shape, piece.offset, piece.size)
+    return None if start is None else start * tensor.item_bytes
 
 
 def _box(tensor: torch.Tensor, piece: Slice) -> torch.Tensor:
