@@ -388,6 +388,17 @@ def test_a_view_has_a_new_number_only_when_something_changed():
     assert fleet.view().seq == seq + 1
 
 
+def test_a_publication_is_no_news_until_it_is_confirmed():
+    fleet = a_fleet()
+    publish(fleet, 0)
+    bring(fleet)
+    seq = fleet.view().seq
+    publish(fleet, 1)
+    assert (fleet.view().seq, fleet.has_news(seq)) == (seq + 1, False)
+    bring(fleet)
+    assert fleet.has_news(seq)
+
+
 class FleetMachine(RuleBasedStateMachine):
     """Any order of publishing, reading, failing, restarting: a slot is always free for the trainer and never one that is read;
     what is READY holds the newest version; what the fleet confirmed falls only with a restart, a failure or an incarnation. The

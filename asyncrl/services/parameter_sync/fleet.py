@@ -96,6 +96,8 @@ class FleetState:
         self.published: int | None = None  # the newest version that every rank staged; it may be written over since
         self._seq = 0
         self._seen: tuple[object, ...] = ()
+        self._news_seq = 0
+        self._news: tuple[object, ...] = ()
 
     # The trainer's side
 
@@ -248,19 +250,25 @@ class FleetState:
         server.reason = f"silent for {now - server.heard_at:.0f} s"
         return True
 
-    def next_transfer(self, name: str, now: float) -> Transfer | None:
-        """What this server should read now, if anything; it holds the slot until `transferred`, `confirm` or `fail`."""
+    def may_read(self, name: str, now: float) -> bool:
+        """Whether there is something that this server should read now."""
         server = self._servers[name]
         if server.dead or server.to_ask or server.transfer is not None or now < server.retry_at:
-            return None
+            return False
         newest = self._newest_complete()
         if newest is None or (server.in_traffic and server.confirmed is not None and server.confirmed.version >= newest):
+            return False
+        return not self._slots_read() - {self.slot_of(newest)}
+
+    def next_transfer(self, name: str, now: float) -> Transfer | None:
+        """What this server should read now, if anything; it holds the slot until `transferred`, `confirm` or `fail`."""
+        newest = self._newest_complete()
+        if newest is None or not self.may_read(name, now):
             return None
-        slot = self.slot_of(newest)
-        if self._slots_read() - {slot}:
-            return None
+        server = self._servers[name]
         self._numbers += 1
-        server.transfer, server.reading = Transfer(name, PolicyVersion(self.incarnation, newest), slot, self._numbers), True
+        version = PolicyVersion(self.incarnation, newest)
+        server.transfer, server.reading = Transfer(name, version, self.slot_of(newest), self._numbers), True
         return server.transfer
 
     def is_to_ask(self, name: str) -> bool:
@@ -346,7 +354,17 @@ class FleetState:
         seen = (self.incarnation, self.confirmed, self.published, servers)
         if seen != self._seen:
             self._seq, self._seen = self._seq + 1, seen
+            routes = tuple((s.name, s.url, s.version, "in traffic" if s.takes_traffic else s.state) for s in servers)
+            news = (self.incarnation, self.confirmed, routes)
+            if news != self._news:
+                self._news_seq, self._news = self._seq, news
         return FleetView(self._seq, self.incarnation, self.confirmed, self.published, servers)
+
+    def has_news(self, since: int) -> bool:
+        """Whether more than a publication has happened since the view of that `seq`: something by which requests are routed, or
+        what is confirmed."""
+        self.view()
+        return self._news_seq > since
 
     def _is_ours(self, server: _Server) -> bool:
         return server.confirmed is not None and server.confirmed.incarnation == self.incarnation

@@ -19,7 +19,6 @@ then no server takes traffic. Every call may be made twice.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +42,7 @@ from asyncrl.weight_sync.wire import digest_of
 
 log = logging.getLogger(__name__)
 STATUS_SECONDS = 2.0  # a question lost with a server's process is asked again after this
+PUBLICATION_SECONDS = 0.25  # who watches hears of a publication with the confirmation that follows it, or after this
 
 
 class Channel(Protocol):
@@ -99,7 +99,7 @@ class ParameterSyncService:
         self._parts: dict[int, tuple[RankPlan, tuple[str, ...]]] = {}
         self._plan: Plan | None = None
         self._checksums: dict[tuple[int, int], npt.NDArray[np.uint32]] = {}  # (slot, rank)
-        self._changed = asyncio.Event()
+        self._waits: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._stopping = asyncio.Event()
         self._failure: BaseException | None = None
         handlers: dict[str, Callable[..., Any]] = {
@@ -225,8 +225,11 @@ class ParameterSyncService:
         return view_to_wire(await self.watch(known, patience), self._session)
 
     async def watch(self, since: int, timeout: float) -> FleetView:
-        """The fleet's view as soon as its seq passes `since`, or after `timeout` seconds."""
-        await self._until(lambda: self._fleet.view().seq > since, timeout)
+        """The fleet's view as soon as its seq passes `since`, or after `timeout` seconds. A publication alone waits up to
+        PUBLICATION_SECONDS for its confirmation: nobody acts on it before."""
+        patience = min(timeout, PUBLICATION_SECONDS)
+        if not await self._until(lambda: self._fleet.has_news(since), patience):
+            await self._until(lambda: self._fleet.view().seq > since, timeout - patience)
         return self._fleet.view()
 
     async def add_server(self, name: str, http: str, weights: str) -> None:
@@ -301,13 +304,13 @@ class ParameterSyncService:
             transfer = self._fleet.next_transfer(name, self._clock.now())
             if transfer is None:
                 retry_in = self._fleet.retry_at(name) - self._clock.now()
-                await self._change(retry_in if retry_in > 0 else self._settings.timeout_seconds)
+                patience = retry_in if retry_in > 0 else self._settings.timeout_seconds
+                await self._change(lambda: self._fleet.may_read(name, self._clock.now()), patience)
             else:
                 await self._update(transfer, line)
 
     async def _update(self, transfer: Transfer, line: _Line) -> None:
         """One try to bring one version to one server; whatever happens, the slot is released."""
-        self._notify()
         progress = Progress(
             refused=lambda count: self._on_refused(transfer, count),
             transferred=lambda: self._on_transferred(transfer),
@@ -384,14 +387,22 @@ class ParameterSyncService:
         return PolicyVersion(self._fleet.incarnation, version)
 
     def _notify(self) -> None:
-        """Wake everybody who waits for a change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Something has changed: wake those whose wait it ends."""
+        for woken, holds in self._waits.items():
+            if _is_over(holds):
+                _wake(woken)
 
-    async def _change(self, patience: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience):
-                await self._changed.wait()
+    async def _change(self, holds: Callable[[], bool], patience: float) -> None:
+        """Until a change makes `holds` true, or raise, or `patience` seconds have passed."""
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(patience, _wake, woken)
+        self._waits[woken] = holds
+        try:
+            await woken
+        finally:
+            timer.cancel()
+            del self._waits[woken]
 
     async def _until(self, holds: Callable[[], bool], patience: float) -> bool:
         deadline = self._clock.now() + patience
@@ -399,7 +410,7 @@ class ParameterSyncService:
             left = deadline - self._clock.now()
             if left <= 0:
                 return False
-            await self._change(left)
+            await self._change(holds, left)
         return True
 
     def _on_loop_ended(self, task: asyncio.Task[None]) -> None:
@@ -421,3 +432,16 @@ class ParameterSyncService:
             task.cancel()
         await asyncio.gather(*line.loops, return_exceptions=True)
         await line.channel.close()
+
+
+def _is_over(holds: Callable[[], bool]) -> bool:
+    """What raises is over too: it raises again where it is awaited."""
+    try:
+        return holds()
+    except AsyncrlError:
+        return True
+
+
+def _wake(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)

@@ -29,6 +29,7 @@ class SyncStats:
         self._record = record
         self._first: dict[int, int] = {}
         self._published: set[PolicyVersion] = set()
+        self._newest_published = PolicyVersion(0, 0)
         self._confirmed: set[PolicyVersion] = set()
         self._newest = PolicyVersion(0, 0)  # that a server confirmed, a first one included
         self._pauses_ms: list[float] = []
@@ -111,6 +112,7 @@ class SyncStats:
                 self._first[version.incarnation] = version.version
             case "published" if counts:
                 self._published.add(version)
+                self._newest_published = max(self._newest_published, version)
             case "adopted" if counts:
                 self._confirmed.add(version)
             case "confirmed" if counts:
@@ -127,7 +129,7 @@ class SyncStats:
         self._pauses_ms.append(line["pause_ms"])
         self._transfers_ms.append(line["transfer_ms"])
         self._num_bytes += line["bytes"]
-        newest = max(self._published, default=version)
+        newest = max(self._newest_published, version)
         self._latest = {
             "sync/pause_ms": line["pause_ms"],
             "sync/transfer_ms": line["transfer_ms"],
