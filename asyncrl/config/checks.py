@@ -228,7 +228,10 @@ def _schedules(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def _evaluation(config: Config, facts: Facts) -> Iterator[Problem]:
-    if config.data.eval is None and "eval" not in config.data.model_fields_set and "eval" in config.model_fields_set:
+    """A section that asks for more than none (every: 0 alone)."""
+    said = config.eval.model_fields_set if "eval" in config.model_fields_set else frozenset()
+    asks = said and not (said == {"every"} and config.eval.every == 0)
+    if asks and config.data.eval is None and "eval" not in config.data.model_fields_set:
         yield Problem(
             "eval",
             "eval says how to evaluate, but data.eval does not say on what: give held-out prompts as data.eval, or leave "

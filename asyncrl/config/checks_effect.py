@@ -75,8 +75,14 @@ EFFECTS: tuple[Effect, ...] = (
         "set checkpoint.every to a number of steps",
     ),
     Effect(
-        ("eval.every", "eval.samples", "eval.temperature"),
-        lambda config, facts: config.data.eval is not None or "eval" not in config.data.model_fields_set,
+        ("eval.every",),
+        lambda config, facts: config.eval.every == 0 or _may_evaluate(config),
+        "data.eval is null, so nothing is evaluated",
+        "give held-out prompts as data.eval",
+    ),
+    Effect(
+        ("eval.samples", "eval.temperature"),
+        lambda config, facts: _may_evaluate(config),
         "data.eval is null, so nothing is evaluated",
         "give held-out prompts as data.eval",
     ),
@@ -173,6 +179,11 @@ CHECKS = (check_filter, check_best, check_effects)
 def _written(entry: Entry) -> set[str]:
     """The entry's parameters that are not at their default."""
     return {name for name, info in type(entry).model_fields.items() if getattr(entry, name) != info.default}
+
+
+def _may_evaluate(config: Config) -> bool:
+    """Not where data.eval says null; where it says nothing, `checks` has the word on the whole section."""
+    return config.data.eval is not None or "eval" not in config.data.model_fields_set
 
 
 def _value(config: Config, key: str) -> Any:
