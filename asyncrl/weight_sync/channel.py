@@ -1,6 +1,7 @@
 """ParameterSync's line to one receiver: one version in, verified or refused, each move with a deadline.
 
-COMMIT and DIGEST are sent together: the receiver executes in order, and refuses a DIGEST whose COMMIT was refused.
+BEGIN and FETCH are sent together, and so are COMMIT and DIGEST: the receiver executes in order, and refuses a FETCH whose BEGIN
+was refused, and a DIGEST whose COMMIT was.
 """
 
 from __future__ import annotations
@@ -149,11 +150,14 @@ class ReceiverChannel:
 
     async def _transfer(self, order: Order, outcome: Outcome, progress: Progress) -> None:
         """Until the receiver holds every slice, checked."""
-        await self._begin(order)
+        fetched = await self._begin(order, fetch=order.carrier == "shared_memory")
         indices: Sequence[int] | None = None  # all
         for _ in range(1 + RESENDS):
-            move = self._fetch if order.carrier == "shared_memory" else self._push
-            refused, num_bytes = await move(order, indices)
+            if order.carrier == "zeromq":
+                refused, num_bytes = await self._push(order, indices)
+            else:
+                moved = _checked(await (fetched or self._fetch(order, indices)))
+                refused, num_bytes, fetched = list(moved["refused"]), int(moved["bytes"]), None
             if max(refused, default=0) >= len(order.plan.slices):
                 raise SyncError(f"the receiver at {self.address} names slice {max(refused)} of {len(order.plan.slices)}")
             outcome.num_bytes += num_bytes
@@ -167,20 +171,23 @@ class ReceiverChannel:
             "else writes to the staging slots or alters traffic"
         )
 
-    async def _begin(self, order: Order) -> None:
-        """Announce the version, with the plan where this receiver may not know it."""
+    async def _begin(self, order: Order, *, fetch: bool = False) -> Answer | None:
+        """Announce the version, with the plan where this receiver may not know it. fetch: have it read every slice besides, and
+        return what it will answer."""
         for known in (self._known_plan == (self._session, order.plan.id), False):
             plan = None if known else order.plan.to_wire()
-            answer = await self._send("BEGIN", order.version, plan_id=order.plan.id, plan=plan)
+            begun = self._send("BEGIN", order.version, plan_id=order.plan.id, plan=plan)
+            fetched = self._fetch(order, None) if fetch else None
+            answer = await begun
             if answer.get("error") != "unknown_plan":
                 _checked(answer)
                 self._known_plan = (self._session, order.plan.id)
-                return
+                return fetched
         raise SyncError(f"the receiver at {self.address} does not take plan {order.plan.id}")
 
-    async def _fetch(self, order: Order, indices: Sequence[int] | None) -> tuple[list[int], int]:
-        """The receiver reads the slots itself. Returns the slices that arrived wrong, and bytes moved."""
-        answer = await self._send(
+    def _fetch(self, order: Order, indices: Sequence[int] | None) -> Answer:
+        """Have the receiver read the slots itself: it answers with the slices that arrived wrong, and bytes moved."""
+        return self._send(
             "FETCH",
             order.version,
             slots=list(order.slots),
@@ -188,8 +195,6 @@ class ReceiverChannel:
             checksums=checksums_to_wire(order.checksums),
             bytes_per_second=order.bytes_per_second,
         )
-        _checked(answer)
-        return list(answer["refused"]), int(answer["bytes"])
 
     async def _push(self, order: Order, indices: Sequence[int] | None) -> tuple[list[int], int]:
         """Send buckets from the slots, a few underway at a time, at the order's pace."""

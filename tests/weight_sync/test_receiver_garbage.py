@@ -87,6 +87,5 @@ async def test_a_begin_that_is_refused_leaves_the_version_underway_wanted(channe
     stranger = ReceiverChannel(channel.address)
     answer = await stranger._send("BEGIN", PolicyVersion(2**62, 0), plan_id="nobody's", plan=None)
     assert answer["error"] == "unknown_plan"
-    refused, _ = await channel._fetch(order, None)
-    assert refused == []
+    assert (await channel._fetch(order, None))["refused"] == []
     await stranger.close()
