@@ -22,6 +22,7 @@ from asyncrl.protocols.inference import failed_completion
 Tokens = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
 MALFORMED = (KeyError, TypeError, IndexError, ValueError, OverflowError, AttributeError)  # of JSON that is not as agreed
+_NONE = np.zeros(0, np.int32)
 UNTRAINED = PolicyVersion(0, 0)  # what a server holds that was never updated
 
 
@@ -169,14 +170,14 @@ def _joined(stretches: Sequence[_Stretch]) -> _Stretch:
 def _versions(spans: Sequence[Mapping[str, Any]], length: int) -> tuple[npt.NDArray[np.int32], tuple[int, int]]:
     """int32[length], each token's version, and the oldest and newest incarnation among them. The spans must cover the tokens
     exactly."""
-    versions = np.zeros(length, np.int32)
+    stretches: list[npt.NDArray[np.int32]] = []
     position, oldest, newest = 0, 1 << 62, 0
     for span in spans:
         start, end = span["start"], span["end"]
-        if start != position or end < position:
-            raise ValueError(f"weight_versions {spans!r} do not follow one another")
+        if start != position or not position <= end <= length:
+            raise ValueError(f"weight_versions {spans!r} do not follow one another over {length} tokens")
         incarnation, version = policy_version(span["version"])
-        versions[start:end] = version
+        stretches.append(_of_one_version(version, end - start))
         position = end
         if incarnation < oldest:
             oldest = incarnation
@@ -184,7 +185,15 @@ def _versions(spans: Sequence[Mapping[str, Any]], length: int) -> tuple[npt.NDAr
             newest = incarnation
     if position != length:
         raise ValueError(f"weight_versions {spans!r} cover {position} of {length} tokens")
-    return versions, (oldest, newest)
+    return stretches[0] if len(stretches) == 1 else np.concatenate([_NONE, *stretches]), (oldest, newest)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_one_version(version: int, length: int) -> npt.NDArray[np.int32]:
+    """One for all stretches of this version and length; read-only."""
+    versions = np.full(length, version, np.int32)
+    versions.flags.writeable = False
+    return versions
 
 
 @functools.lru_cache(maxsize=64)

@@ -65,7 +65,7 @@ class Part:
         self.request = request
         self.left = {member.rid: Response(member) for member in request.members}
         self._finished: list[tuple[Response, Event]] = []
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
         self._is_expired = False
 
@@ -77,8 +77,8 @@ class Part:
                 return []
             if self._failure is not None:
                 raise self._failure
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         finished, self._finished = self._finished, []
         return finished
 
@@ -99,7 +99,7 @@ class Part:
         elif finish is not None:
             del self.left[rid]
             self._finished.append((response, finish))
-            self._changed.set()
+            self._wake()
 
     def put_back(self, response: Response) -> None:
         """What finished cannot be used, and is to be asked for again."""
@@ -108,12 +108,16 @@ class Part:
     def fail(self, error: BaseException) -> None:
         """No further event comes. The first reason stands."""
         self._failure = self._failure or error
-        self._changed.set()
+        self._wake()
 
     def expire(self) -> None:
         """The deadline has passed, here and in every call to come."""
         self._is_expired = True
         self.fail(TimeoutError())
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def again(self, holds: PolicyVersion) -> None:
         """What is left is about to be asked for in another call, of a server that has this version."""
