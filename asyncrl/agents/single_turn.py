@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from asyncrl.agents.task import Task, failed_trajectory, pause_before_retry, seeds_of
 from asyncrl.errors import AsyncrlError
-from asyncrl.messages import Trajectory
+from asyncrl.messages import Trajectory, TrajectoryId
 from asyncrl.protocols import Completion, GenerateRequest, InferenceEngine, MemberRequest, Tokenizer
 from asyncrl.protocols.inference import failed_completion
 
@@ -76,7 +76,7 @@ class SingleTurn:
             _filled(
                 {
                     **shared,
-                    "id": task.id.member(completion.index),
+                    "id": TrajectoryId(*task.id, completion.index),
                     "response_tokens": completion.token_ids,
                     "loss_mask": _all_true(len(completion.token_ids)),
                     "log_probs": completion.log_probs,

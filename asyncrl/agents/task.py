@@ -18,7 +18,7 @@ FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Task:
     """Members wanted of one group. prompt_tokens int32[P]; `run_seed` with a member's id gives that member's seed;
     `max_response_tokens` bounds all turns of a conversation together; `rid_prefix` keeps an evaluation's request ids apart."""

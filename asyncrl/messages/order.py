@@ -30,7 +30,8 @@ class PromptOrder:
         self._left_mask = (1 << (bits // 2)) - 1
         self._right_mask = (1 << self._right_bits) - 1
         key = _mix(_mix(seed & _MASK_64) ^ (epoch & _MASK_64))
-        self._keys = tuple(_mix((key + round_number) & _MASK_64) for round_number in range(_ROUNDS))
+        keys = [_mix((key + round_number) & _MASK_64) for round_number in range(_ROUNDS)]
+        self._keys = tuple(zip(keys[::2], keys[1::2], strict=True))
 
     def __getitem__(self, position: int) -> int:
         """The row at this position. Raises IndexError outside the epoch."""
@@ -52,11 +53,10 @@ class PromptOrder:
 
     def _permute(self, value: int) -> int:
         left, right = value >> self._right_bits, value & self._right_mask
-        for index, key in enumerate(self._keys):
-            if index % 2:
-                left ^= _mix(right ^ key) & self._left_mask
-            else:
-                right ^= _mix(left ^ key) & self._right_mask
+        left_mask, right_mask = self._left_mask, self._right_mask
+        for even, odd in self._keys:
+            right ^= _mix(left ^ even) & right_mask
+            left ^= _mix(right ^ odd) & left_mask
         return left << self._right_bits | right
 
 

@@ -24,7 +24,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)  # of these and `Completion` one is made per response: a frozen one takes four times as long to make
+@dataclass(slots=True)  # one is made per response or group, as of the two below: a frozen one takes four times as long to make
 class MemberRequest:
     """One response wanted: `index` in the group, request id, and the seed that with weights and prompt determines it."""
 
@@ -33,7 +33,7 @@ class MemberRequest:
     seed: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GenerateRequest:
     """Responses to one prompt; members share its prefill. `server` asks for one server by name; None lets the fleet choose."""
 

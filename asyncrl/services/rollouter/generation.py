@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +44,7 @@ class Places:
             self._on_change(self.taken)
 
 
-@dataclass(frozen=True)
-class StartedGroup:
+class StartedGroup(NamedTuple):
     """A group that is about to stand in the ledger. prompt_tokens int32[P]; members: those to generate, all but where `returned`,
     an attempt that stands there already and has lost these."""
 
@@ -64,6 +64,8 @@ class Generation:
         self._config, self._agent, self._places, self._finished = config, agent, places, finished
         self._tasks: dict[GroupId, asyncio.Task[None]] = {}
         self._held: dict[GroupId, int] = {}  # places of each group that still has them
+        rollout = config.rollout
+        self._sampling = SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
 
     def reserve(self, group: StartedGroup) -> None:
         """Take the places of a group that is about to be dispatched."""
@@ -95,6 +97,8 @@ class Generation:
 
     def _parts(self, group: StartedGroup) -> list[tuple[int, ...]]:
         """Its members, cut so that each part has a place for each of its own."""
+        if len(group.members) <= self._places.total:
+            return [group.members]
         places = parts_of_group(len(group.members), self._places.total)
         return [tuple(group.members[place] for place in part) for part in places]
 
@@ -103,8 +107,7 @@ class Generation:
         self._places.give(places)
 
     def _task(self, group: StartedGroup, members: tuple[int, ...]) -> Task:
-        rollout = self._config.rollout
-        own = group.prompt.sampling
+        rollout, own = self._config.rollout, group.prompt.sampling
         return Task(
             id=group.id,
             group_size=rollout.group_size,
@@ -112,13 +115,7 @@ class Generation:
             start_version=group.start_version,
             prompt=group.prompt,
             prompt_tokens=group.prompt_tokens,
-            sampling=SamplingParams(
-                max_new_tokens=own.get("max_new_tokens", rollout.max_response_tokens),
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
-                ignore_eos=own.get("ignore_eos", False),
-            ),
+            sampling=replace(self._sampling, **own) if own else self._sampling,
             max_response_tokens=rollout.max_response_tokens,
             run_seed=self._config.seed,
             timeout_seconds=rollout.request_timeout_seconds,
