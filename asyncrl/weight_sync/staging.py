@@ -117,13 +117,13 @@ class Staging:
         crc = 0
         if target is None:  # through a tensor of its own
             pace.spend(piece.num_bytes)
-            crc = zlib.crc32(data)
+            crc = zlib.crc32(data.data)
             _box(whole, piece).copy_(torch.from_numpy(data.copy()).view(whole.dtype).view(piece.size))
         else:
             for start in range(0, piece.num_bytes, pace.chunk_bytes):
                 end = min(start + pace.chunk_bytes, piece.num_bytes)
                 np.copyto(target[start:end], data[start:end])
-                crc = zlib.crc32(target[start:end], crc)
+                crc = zlib.crc32(target[start:end].data, crc)
                 pace.spend(end - start)
         if crc != checksum:
             return False
@@ -158,7 +158,7 @@ def live_checksums(plan: Plan, live: Mapping[str, torch.Tensor], pace: Pace, sli
             data = _box(tensor.detach(), piece).contiguous().cpu().view(-1).view(torch.uint8).numpy()
         crc = 0
         for start in range(0, piece.num_bytes, CHUNK_BYTES):
-            crc = zlib.crc32(data[start : start + CHUNK_BYTES], crc)
+            crc = zlib.crc32(data[start : start + CHUNK_BYTES].data, crc)
             pace.spend(min(CHUNK_BYTES, piece.num_bytes - start))
         checksums[index] = crc
     return checksums
