@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import uvloop
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, NotRegistered, RemoteError, StreamClosed
 from asyncrl.transport.rpc import RpcClient
@@ -279,7 +280,7 @@ class _Announcer:
     """A thread with an event loop and ParameterSync's client."""
 
     def __init__(self, address: str):
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._ends = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="weights-announce", daemon=True)

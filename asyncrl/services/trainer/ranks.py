@@ -46,6 +46,9 @@ class Ranks:
 
     async def publish(self, version: int) -> None:
         """Stage `version` on every rank, in the slot that rank 0 was given."""
+        if self.world_size == 1:
+            await self._run_blocking(self._acquire_and_stage, version)
+            return
         slot: int = await self._run_blocking(self._publisher.acquire, version)
         await self._tell(Publish(version, slot))
         await self._run_blocking(self._publisher.stage, version, slot)
@@ -74,6 +77,9 @@ class Ranks:
     @property
     def world_size(self) -> int:
         return self._engine.world_size
+
+    def _acquire_and_stage(self, version: int) -> None:
+        self._publisher.stage(version, self._publisher.acquire(version))
 
     async def dismiss(self, reason: str) -> None:
         """The followers' end, where they can still be told."""
