@@ -147,6 +147,14 @@ async def test_a_streamed_batch_names_each_index_and_sends_a_finished_one_at_onc
     assert [(chunk["index"], len(chunk["output_ids"])) for chunk in chunks] == [(1, 2), (2, 20), (0, 50)]
 
 
+async def test_numbers_beyond_what_the_engine_counts_to_are_as_good_as_the_largest(client):
+    settings = {"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 3}
+    usual = await client.generate(input_ids=PROMPT, sampling_params=settings)
+    huge = {**settings, "top_k": 2**64 - 1, "stream_interval": 2**64 - 1}
+    (chunk,) = await client.stream(input_ids=PROMPT, sampling_params=huge)
+    assert chunk["output_ids"] == usual["output_ids"]
+
+
 async def test_stop_tokens_and_end_tokens(client):
     greedy = await client.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 30, "temperature": 0, "ignore_eos": True})
     stop = greedy["output_ids"][3]

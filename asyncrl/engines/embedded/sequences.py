@@ -31,6 +31,19 @@ class Sampling:
     stream_interval: int | None = None
     is_incremental: bool = False
 
+    def with_seed(self, seed: int) -> Sampling:
+        return Sampling(
+            self.max_new_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.stop_token_ids,
+            seed,
+            self.seed_offset,
+            self.stream_interval,
+            self.is_incremental,
+        )
+
 
 class Finish(NamedTuple):
     """Why a sequence ended. `matched`: the stop token; `message`: why it was aborted; `status`: the same as an HTTP status, where

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from asyncrl.engines.embedded import sequences
 from asyncrl.engines.embedded.sequences import Sampling, Update
 
 Json = dict[str, Any]
-_Known = tuple[tuple[Json, int] | None, Json]
+Tokens = np.ndarray[Any, np.dtype[np.int32]]
 MAX_BATCH = 4096
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -46,6 +46,14 @@ class Limits:
     encode: Callable[[str], list[int]] | None = None
 
 
+class _Share(NamedTuple):
+    """What the members of a group have in common."""
+
+    num_samples: int
+    sampling: Sampling
+    skip_special_tokens: bool
+
+
 @dataclass(frozen=True)
 class Call:
     """One /generate. `batch`: the response is a list; `texts`: responses carry text, with these special-token settings."""
@@ -59,42 +67,42 @@ class Call:
 
 
 def parse_generate(body: Any, limits: Limits, sink: Any) -> Call:
-    """Raises BadRequest, which names the field, its value and the remedy."""
+    """`body` is used up. Raises BadRequest, which names the field, its value and the remedy."""
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, not {type(body).__name__}")
     _refuse_unknown(body, FIELDS, OFF_FIELDS, "field")
     prompts, batch, texts = _prompts(body, limits)
-    settings = _settings(body.get("sampling_params"), len(prompts))
-    counts = [_number(params, "n", int, 1, low=1, high=MAX_BATCH) for params in settings]
+    stream, is_incremental = _flag(body, "stream"), _flag(body, "incremental")
+    if is_incremental and not stream:
+        raise BadRequest("incremental is true, but without a stream there is one answer only: set stream to true")
+    settings, seeds = _settings(body.get("sampling_params"), len(prompts))
+    shares = _shares(settings, prompts, limits, stream=stream, is_incremental=is_incremental)
+    counts = [share.num_samples for share in shares]
     total = sum(counts)
     if total > MAX_BATCH:
         raise BadRequest(f"one call may ask for {MAX_BATCH} responses, not {total}: send several calls")
     rids = _rids(body.get("rid"), counts)
-    stream, is_incremental = _flag(body, "stream"), _flag(body, "incremental")
-    if is_incremental and not stream:
-        raise BadRequest("incremental is true, but without a stream there is one answer only: set stream to true")
     members: list[sequences.Sequence] = []
-    known: _Known = (None, {})
-    for prompt, params, count in zip(prompts, settings, counts, strict=True):
-        seed = _seed(params)
-        alike = ({**params, "sampling_seed": None}, len(prompt))
-        if known[0] != alike:  # the members of a group differ by their seeds, and are checked once
-            known = (alike, _shared_sampling(params, len(prompt), limits, stream=stream))
-        for sample in range(count):
+    last, key = None, b""
+    for prompt, share, first_seed in zip(prompts, shares, seeds, strict=True):
+        if prompt is not last:
+            last, key = prompt, prompt.tobytes()
+        seed = _seed(first_seed)
+        for sample in range(share.num_samples):
             index = len(members)
-            sampling = Sampling(seed=(seed + sample) % 2**64, is_incremental=is_incremental, **known[1])
-            members.append(sequences.Sequence(rid=rids[index], prompt=prompt, sampling=sampling, sink=sink, index=index))
+            sampling = share.sampling.with_seed((seed + sample) % 2**64)
+            members.append(sequences.Sequence(rids[index], prompt, sampling, sink, index, key))
     return Call(
         sequences=tuple(members),
         stream=stream,
         return_logprob=_flag(body, "return_logprob"),
         batch=batch or total > 1,
         texts=texts,
-        skip_special_tokens=all(_flag(params, "skip_special_tokens", True) for params in settings),
+        skip_special_tokens=all(share.skip_special_tokens for share in shares),
     )
 
 
-def _prompts(body: Json, limits: Limits) -> tuple[list[np.ndarray[Any, np.dtype[np.int32]]], bool, bool]:
+def _prompts(body: Json, limits: Limits) -> tuple[list[Tokens], bool, bool]:
     if ("input_ids" in body) == ("text" in body):
         raise BadRequest("exactly one of input_ids and text must be given")
     texts = "text" in body
@@ -117,10 +125,10 @@ def _prompts(body: Json, limits: Limits) -> tuple[list[np.ndarray[Any, np.dtype[
     return _token_arrays(encoded, limits), batch, texts
 
 
-def _token_arrays(rows: Sequence[Any], limits: Limits) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+def _token_arrays(rows: Sequence[Any], limits: Limits) -> list[Tokens]:
     """Equal rows become one array, so that they share memory and prefill."""
-    known: dict[tuple[int, ...], np.ndarray[Any, np.dtype[np.int32]]] = {}
-    arrays: list[np.ndarray[Any, np.dtype[np.int32]]] = []
+    known: dict[tuple[int, ...], Tokens] = {}
+    arrays: list[Tokens] = []
     last = None
     for row in rows:
         if row == last:
@@ -140,18 +148,50 @@ def _token_arrays(rows: Sequence[Any], limits: Limits) -> list[np.ndarray[Any, n
     return arrays
 
 
-def _seed(params: Json) -> int:
+def _settings(value: Any, count: int) -> tuple[list[Json], list[Any]]:
+    """Of each prompt its settings but for the seed, which is taken out of `value`, and the seed."""
+    if not isinstance(value, list):
+        value = {} if value is None else value
+        if isinstance(value, dict):
+            seed = value.pop("sampling_seed", None)
+            return [value] * count, [seed] * count
+    elif len(value) == count and all(isinstance(entry, dict) for entry in value):
+        return value, [entry.pop("sampling_seed", None) for entry in value]
+    raise BadRequest(f"sampling_params must be one object, or a list with one for each of the {count} prompts")
+
+
+def _seed(value: Any) -> int:
     """Of a prompt's first sample; sample i > 0 draws from seed + i."""
-    seed = params.get("sampling_seed")
-    if seed is None:
+    if value is None:
         return int.from_bytes(os.urandom(8), "little")
-    if type(seed) is not int:
-        raise BadRequest(f"sampling_seed must be an integer, not {seed!r}")
-    return seed
+    if type(value) is not int:
+        raise BadRequest(f"sampling_seed must be an integer, not {value!r}")
+    return value
 
 
-def _shared_sampling(params: Json, prompt_tokens: int, limits: Limits, *, stream: bool) -> Json:
-    """The fields of `Sampling` but for the seed. Without a stream there is nothing to tell before the end."""
+def _shares(
+    settings: Sequence[Json], prompts: Sequence[Tokens], limits: Limits, *, stream: bool, is_incremental: bool
+) -> list[_Share]:
+    """One per prompt. The members of a group differ by their seeds, and are checked once."""
+    shares: list[_Share] = []
+    last: tuple[Json | None, int] = (None, 0)
+    for params, prompt in zip(settings, prompts, strict=True):
+        if last == (params, len(prompt)):
+            shares.append(shares[-1])
+            continue
+        shares.append(
+            _Share(
+                _number(params, "n", int, 1, low=1, high=MAX_BATCH),
+                _sampling(params, len(prompt), limits, stream=stream, is_incremental=is_incremental),
+                _flag(params, "skip_special_tokens", True),
+            )
+        )
+        last = (params, len(prompt))
+    return shares
+
+
+def _sampling(params: Json, prompt_tokens: int, limits: Limits, *, stream: bool, is_incremental: bool) -> Sampling:
+    """All but the seed. Without a stream there is nothing to tell before the end."""
     _refuse_unknown(params, SAMPLING, OFF_SAMPLING, "sampling parameter")
     room = limits.context - prompt_tokens
     max_new = _number(params, "max_new_tokens", int, min(DEFAULT_MAX_NEW_TOKENS, max(room, 1)), low=1)
@@ -171,15 +211,16 @@ def _shared_sampling(params: Json, prompt_tokens: int, limits: Limits, *, stream
         raise BadRequest("top_p must lie in (0, 1], not 0")
     interval = _number(params, "stream_interval", int, 1, low=1)
     offset = _number(params, "seed_offset", int, 0, low=0, high=prompt_tokens - 1)
-    return {
-        "max_new_tokens": max_new,
-        "temperature": _number(params, "temperature", float, 1.0, low=0),
-        "top_p": top_p,
-        "top_k": top_k,
-        "stop_token_ids": tuple(dict.fromkeys([*([] if _flag(params, "ignore_eos") else limits.eos_token_ids), *stops])),
-        "stream_interval": interval if stream else None,
-        "seed_offset": offset,
-    }
+    return Sampling(
+        max_new_tokens=max_new,
+        temperature=_number(params, "temperature", float, 1.0, low=0),
+        top_p=top_p,
+        top_k=min(top_k, limits.vocab_size),
+        stop_token_ids=tuple(dict.fromkeys([*([] if _flag(params, "ignore_eos") else limits.eos_token_ids), *stops])),
+        seed_offset=offset,
+        stream_interval=min(interval, limits.context) if stream else None,
+        is_incremental=is_incremental,
+    )
 
 
 def _rids(value: Any, counts: Sequence[int]) -> list[str]:
@@ -194,13 +235,6 @@ def _rids(value: Any, counts: Sequence[int]) -> list[str]:
     if len(value) == total:
         return value
     return [rid for rid, count in zip(value, counts, strict=True) for _ in range(count)]
-
-
-def _settings(value: Any, count: int) -> list[Json]:
-    values = value if isinstance(value, list) else [{} if value is None else value] * count
-    if len(values) != count or not all(isinstance(entry, dict) for entry in values):
-        raise BadRequest(f"sampling_params must be one object, or a list with one for each of the {count} prompts")
-    return values
 
 
 def _refuse_unknown(given: Mapping[str, Any], known: Sequence[str], off: Json, kind: str) -> None:
@@ -234,22 +268,21 @@ def _flag(params: Json, name: str, default: bool = False) -> bool:
 
 def response_of(update: Update, call: Call, decode: Callable[[Sequence[int], bool], str] | None) -> Json:
     """One response object. An incremental one holds the last of `completion_tokens`; `weight_versions` count from the first."""
-    ids: list[int] = update.token_ids.tolist()
-    version, spans = _spans(update)
+    sequence, ids = update.sequence, update.token_ids.tolist()
     meta: Json = {
-        "id": update.sequence.rid,
+        "id": sequence.rid,
         "finish_reason": _finish_reason(update),
-        "prompt_tokens": len(update.sequence.prompt),
+        "prompt_tokens": len(sequence.prompt),
         "completion_tokens": update.num_tokens,
-        "cached_tokens": update.sequence.cached_tokens,
-        "weight_version": version,
-        "weight_versions": spans,
+        "cached_tokens": sequence.cached_tokens,
+        "weight_version": update.spans[-1][0],
+        "weight_versions": _versions(update),
     }
     if call.return_logprob:
         meta["output_token_logprobs"] = [
             [log_prob, token, None] for log_prob, token in zip(update.log_probs.tolist(), ids, strict=True)
         ]
-    response: Json = {"output_ids": ids, "meta_info": meta, "index": update.sequence.index}
+    response: Json = {"output_ids": ids, "meta_info": meta, "index": sequence.index}
     if call.texts and decode is not None:
         response["text"] = decode(ids, call.skip_special_tokens)
     return response
@@ -266,12 +299,13 @@ def _finish_reason(update: Update) -> Json | None:
     return {"type": "abort", "message": finish.message, **({"status_code": finish.status} if finish.status else {})}
 
 
-def _spans(update: Update) -> tuple[str, list[Json]]:
-    """The version at the end, and [start, end) of each version over the output tokens; empty spans are left out."""
-    ends = [start for _, start in update.spans[1:]] + [update.num_tokens]
-    spans = [
-        {"version": version, "start": start, "end": end}
-        for (version, start), end in zip(update.spans, ends, strict=True)
-        if end > start
-    ]
-    return update.spans[-1][0], spans
+def _versions(update: Update) -> list[Json]:
+    """[start, end) of each version over the output tokens; empty ones are left out."""
+    versions: list[Json] = []
+    end = update.num_tokens
+    for version, start in reversed(update.spans):
+        if start < end:
+            versions.append({"version": version, "start": start, "end": end})
+        end = start
+    versions.reverse()
+    return versions
