@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -31,7 +31,31 @@ _THEIRS = (HttpProcessingError, ConnectionError)
 REQUEST_SECONDS = 30.0  # for the head of a request, and again for its body
 
 Decode = Callable[[Sequence[int], bool], str]
-Sink = asyncio.Queue  # of Update
+
+
+class Sink:
+    """Where the updates of one call arrive. `left`: those of its sequences whose end was not taken out yet."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self._updates: list[Update] = []
+        self._changed = asyncio.Event()
+
+    def put(self, update: Update) -> None:
+        self._updates.append(update)
+        self._changed.set()
+
+    async def take(self) -> list[Update]:
+        """All that are there, one at least.
+
+        No deadline here: the client's own ends the wait (its disconnect cancels the handler), and so does the engine's end, which
+        finishes every sequence.
+        """
+        await self._changed.wait()
+        self._changed.clear()
+        updates, self._updates = self._updates, []
+        self.left -= sum(update.finish is not None for update in updates)
+        return updates
 
 
 class Updates:
@@ -47,7 +71,7 @@ class Updates:
 
 def _dispatch(updates: Sequence[Update]) -> None:
     for update in updates:
-        update.sequence.sink.put_nowait(update)
+        update.sequence.sink.put(update)
 
 
 class HttpFront:
@@ -98,46 +122,42 @@ class HttpFront:
             await self._runner.cleanup()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        sink: Sink[Update] = asyncio.Queue()
+        sink = Sink()
         call = parse_generate(await _body(request), self._limits, sink)
+        sink.left = len(call.sequences)
         self._engine.submit(call.sequences)
-        left = {sequence.index for sequence in call.sequences}
         try:
-            if call.stream:
-                return await self._stream(request, call, sink, left)
-            return await self._answer(call, sink, left)
+            return await (self._stream(request, call, sink) if call.stream else self._answer(call, sink))
         finally:
-            if left:  # the client is gone, or writing to it failed: nobody wants the rest
+            if sink.left:  # the client is gone, or writing to it failed: nobody wants the rest
                 self._abandon(sink)
 
-    async def _answer(self, call: Call, sink: Sink[Update], left: set[int]) -> web.Response:
+    async def _answer(self, call: Call, sink: Sink) -> web.Response:
         responses: dict[int, dict[str, Any]] = {}
-        async for updates in _until_done(sink, left):
-            responses.update((update.sequence.index, self._response(update, call)) for update in updates if update.finish)
+        while sink.left:
+            ended = [update for update in await sink.take() if update.finish is not None]
+            responses.update((update.sequence.index, response_of(update, call, self._decode)) for update in ended)
         ordered = [responses[index] for index in range(len(call.sequences))]
         for response in ordered:
             del response["index"]
         return web.Response(body=orjson.dumps(ordered if call.batch else ordered[0]), content_type="application/json")
 
-    async def _stream(self, request: web.Request, call: Call, sink: Sink[Update], left: set[int]) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, call: Call, sink: Sink) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        async for updates in _until_done(sink, left):
-            chunks = [self._chunk(update, call) for update in updates]
-            if not left:
-                chunks.append(b"data: [DONE]\n\n")
+        while True:
+            chunks = [self._chunk(update, call) for update in await sink.take()]
+            if not sink.left:
+                break
             await response.write(b"".join(chunks))
-        await response.write_eof()
+        await response.write_eof(b"".join([*chunks, b"data: [DONE]\n\n"]))
         return response
 
     def _chunk(self, update: Update, call: Call) -> bytes:
-        payload = self._response(update, call)
+        payload = response_of(update, call, self._decode)
         if not call.batch:
             del payload["index"]
         return b"data: %b\n\n" % orjson.dumps(payload)
-
-    def _response(self, update: Update, call: Call) -> dict[str, Any]:
-        return response_of(update, call, self._decode)
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await _body(request)
@@ -154,7 +174,7 @@ class HttpFront:
             raise BadRequest('abort_request needs {"rid": "…"} or {"abort_all": true}')
         return web.Response()
 
-    def _abandon(self, sink: Sink[Update]) -> None:
+    def _abandon(self, sink: Sink) -> None:
         try:
             self._engine.abandon(sink)
         except GenerationFailed:
@@ -168,10 +188,10 @@ class HttpFront:
         return web.Response(status=200 if self._engine.alive else 503)
 
     async def _health_generate(self, request: web.Request) -> web.Response:
-        sink: Sink[Update] = asyncio.Queue()
+        sink = Sink()
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         self._engine.submit(parse_generate(body, self._limits, sink).sequences)
-        update = await asyncio.wait_for(sink.get(), HEALTH_TIMEOUT_SECONDS)
+        (update,) = await asyncio.wait_for(sink.take(), HEALTH_TIMEOUT_SECONDS)
         return web.Response(status=503 if update.finish is None or update.finish.kind == "abort" else 200)
 
     async def _model_info(self, request: web.Request) -> web.Response:
@@ -208,20 +228,6 @@ class HttpFront:
     async def _loads(self, request: web.Request) -> web.Response:
         running, waiting = self._engine.load()
         return web.json_response({"loads": [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}]})
-
-
-async def _until_done(sink: Sink[Update], left: set[int]) -> AsyncIterator[list[Update]]:
-    """Updates until every sequence has finished, all that are there at a time; a finished one leaves `left` before it is yielded.
-
-    No deadline here: the client's own ends the wait (its disconnect cancels the handler), and so does the engine's end, which
-    finishes every sequence.
-    """
-    while left:
-        updates = [await sink.get()]
-        while not sink.empty():
-            updates.append(sink.get_nowait())
-        left.difference_update(update.sequence.index for update in updates if update.finish is not None)
-        yield updates
 
 
 async def _body(request: web.Request) -> Any:
