@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from asyncrl.services.trainer.figures import (
     staleness_metrics,
     trained_tokens,
 )
+from asyncrl.services.trainer.records import Records
 from tests.services.trainer_world import scored
 
 
@@ -59,3 +61,11 @@ def test_the_reward_curve_ends_are_means_of_five_steps_or_five_percent():
     assert ends_of_reward_curve([1.0, 3.0]) == (2.0, 2.0)
     assert ends_of_reward_curve(list(range(20))) == (2.0, 17.0)
     assert ends_of_reward_curve(list(range(200))) == (4.5, 194.5)
+
+
+def test_a_figure_that_json_cannot_hold_is_written_as_null(tmp_path):
+    records = Records(tmp_path, samples_per_step=0)
+    records.metrics(1, 0, {"grad/norm": float("inf"), "loss/policy": float("nan"), "updates": 1.0})
+    records.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line == {"step": 1, "version": 0, "grad/norm": None, "loss/policy": None, "updates": 1.0}

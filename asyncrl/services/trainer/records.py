@@ -27,7 +27,7 @@ from asyncrl.services.json_lines import is_up_to, keep_lines
 from asyncrl.services.trainer.figures import TrainedTokens
 
 NAMES = ("batches", "metrics", "samples")
-LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY  # what is not finite becomes null
 
 
 class Records:
@@ -47,7 +47,7 @@ class Records:
         self._write("batches", [line])
 
     def metrics(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        self._write("metrics", [{"step": step, "version": version, **{name: _number(value) for name, value in metrics.items()}}])
+        self._write("metrics", [{"step": step, "version": version, **metrics}])
 
     def samples(self, step: int, trained: Sequence[ScoredGroup], taken: Sequence[ScoredGroup]) -> None:
         """trained: those of this step; taken: those plus the filtered, whose unscored members are kept too."""
@@ -88,14 +88,10 @@ def _sample(step: int, group: ScoredGroup, place: int, state: str) -> dict[str, 
         "id": str(group.id.member(int(group.members[place]))),
         "state": state,
         "reason": group.failures[place] or "",
-        "reward": _number(float(group.rewards[place])),
+        "reward": float(group.rewards[place]),
         "prompt": group.prompt,
         "response": group.responses[place],
         "finish_reason": group.finish_reasons[place],
         "ground_truth": group.ground_truth,
         "versions": {"min": int(np.minimum.reduce(versions)), "max": int(np.maximum.reduce(versions))} if len(versions) else None,
     }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
