@@ -58,9 +58,11 @@ class Tally(NamedTuple):
     c: int = 0
     d: int = 0
 
-    def add(self, key: tuple[int, int, int, int]) -> Tally:
-        a, b, c, d = key
-        return Tally(self.rows + 1, self.a ^ a, self.b ^ b, self.c ^ c, self.d ^ d)
+    def add(self, *keys: tuple[int, int, int, int]) -> Tally:
+        rows, a, b, c, d = self
+        for key_a, key_b, key_c, key_d in keys:
+            a, b, c, d = a ^ key_a, b ^ key_b, c ^ key_c, d ^ key_d
+        return Tally(rows + len(keys), a, b, c, d)
 
 
 class TransitionRow(NamedTuple):

@@ -228,17 +228,21 @@ class Attempts:
         """Events after `since`. Raises LedgerError when they are no longer held: a late comer starts from `live`."""
         if since < self._first_event:
             raise LedgerError(f"events after {since} are gone, the oldest held is {self._first_event}: begin with live()")
-        ended = tuple(event for event in islice(self._events, since - self._first_event, None) if event is not None)
+        news = list(islice(reversed(self._events), max(0, self.seq - since)))  # from the end: what is held is long, news are few
+        ended = tuple([event for event in reversed(news) if event is not None])
         return LedgerEvents(self.seq, ended, self.finished_steps, self.final_version is not None, self.final_version)
 
     # How it changes
 
-    def apply(self, changes: Changes) -> None:
-        """Make changes that were checked here before, or that a file holds. Raises IllegalTransition for a bad row of a file."""
+    def apply(self, changes: Changes, *, checked: bool = False) -> None:
+        """Make changes that a file holds, or that were `checked` here just before. Raises IllegalTransition for a bad row of a
+        file."""
         for id in changes.reissues:
             self._owed[id] = None
             self._asked.add(id)
         for transition in changes.transitions:
+            if not checked:
+                self._check_row(transition.id, transition.state)
             self._move(transition)
         if changes.cursor is not None:
             self.cursor = changes.cursor
@@ -256,42 +260,39 @@ class Attempts:
 
     def _made(self, changes: Changes) -> Changes:
         if changes:
-            self.apply(changes)
+            self.apply(changes, checked=True)
         return changes
 
     def _move(self, transition: Transition) -> None:
-        id, state = transition.id, transition.state
+        id, state, _, _, version = transition
         if state == "dispatched":
-            if id in self._seen:
-                raise IllegalTransition(f"group {id} was dispatched before: an attempt starts once")
             self._owed.pop(id, None)
             self._seen.add(id)
-            self._live[id] = LiveGroup(id, transition.version or 0, "in_flight")
+            self._live[id] = LiveGroup(id, version or 0, "in_flight")
             self.dispatched += 1
             return
-        self._check(id, state)
         group = self._live[id]
         self._queued += (state == "queued") - (group.state == "queued")
         self._returned += (state == "returned") - (group.state == "returned")
         if state == "queued" or state == "returned":
             self._live[id] = LiveGroup(id, group.start_version, state)
         elif state == "restarted":
-            self._live[id] = LiveGroup(id, transition.version or 0, "in_flight")
+            self._live[id] = LiveGroup(id, version or 0, "in_flight")
         else:
             self._end(transition)
 
     def _end(self, transition: Transition) -> None:
-        id, state = transition.id, transition.state
+        id, state, reason, step, _ = transition
         assert state == "trained" or state == "filtered" or state == "failed" or state == "expired"
         del self._live[id]
         self._ends[state].add(id)
         self._ended[state] += 1
-        self._count_reason(state, transition.reason)
+        self._count_reason(state, reason)
         if state != "failed":
             self.failures_by_row.pop(id.row, None)
-        elif transition.step is None and transition.reason != TRAINING_OVER:
+        elif step is None and reason != TRAINING_OVER:
             self.failures_by_row[id.row] = self.failures_by_row.get(id.row, 0) + 1
-        self._events.append(End(id, state, transition.reason, _next_attempt(id) in self._asked))
+        self._events.append(End(id, state, reason, bool(self._asked) and _next_attempt(id) in self._asked))
 
     def _stands_dispatched(self, group: Dispatch) -> bool:
         if live := self._live.get(group.id):
@@ -311,6 +312,12 @@ class Attempts:
             return False
         last, taken = self._last_step
         return (record.step, record.version) == last[:2] and {end.id: end.state for end in record.ends} == taken
+
+    def _check_row(self, id: GroupId, state: State) -> None:
+        if state != "dispatched":
+            self._check(id, state)
+        elif id in self._seen:
+            raise IllegalTransition(f"group {id} was dispatched before: an attempt starts once")
 
     def _check(self, id: GroupId, state: State) -> None:
         found = self.state(id)
@@ -337,13 +344,13 @@ class Attempts:
 
 def reason_key(state: str, reason: str) -> str:
     """What a reason is counted under: its head, up to the first colon, so that particulars do not make a kind of their own."""
-    head = reason.split(":", 1)[0].strip()
+    head = reason.partition(":")[0].strip()
     return f"{state}: {head}" if head else state
 
 
 def plain_text(reason: str) -> str:
     """A reason as the ledger keeps it: of bounded length, and text that every file and frame can hold, whoever raised it."""
-    return reason[:REASON_CHARACTERS].replace("\0", "�").encode("utf-8", "replace").decode()
+    return reason and reason[:REASON_CHARACTERS].replace("\0", "�").encode("utf-8", "replace").decode()
 
 
 def _next_attempt(id: GroupId) -> GroupId:
@@ -361,8 +368,13 @@ class _IdSet:
         self._bits: dict[tuple[int, int, int], int] = {}
 
     def add(self, id: GroupId) -> None:
-        key = (id.epoch, id.attempt, id.row >> 8)
-        self._bits[key] = self._bits.get(key, 0) | 1 << (id.row & 255)
+        epoch, row, attempt = id
+        key = (epoch, attempt, row >> 8)
+        self._bits[key] = self._bits.get(key, 0) | 1 << (row & 255)
 
     def __contains__(self, id: GroupId) -> bool:
-        return bool(self._bits.get((id.epoch, id.attempt, id.row >> 8), 0) >> (id.row & 255) & 1)
+        epoch, row, attempt = id
+        return bool(self._bits.get((epoch, attempt, row >> 8), 0) >> (row & 255) & 1)
+
+    def __bool__(self) -> bool:
+        return bool(self._bits)

@@ -189,12 +189,13 @@ class LedgerWriter:
     def _write(self, pending: Sequence[tuple[float, Changes]]) -> None:
         tallies = dict(self._tallies)
         transitions: list[tuple[Any, ...]] = []
+        keys: list[tuple[int, int, int, int]] = []  # of the transitions
         reissues: list[tuple[Any, ...]] = []
         moved = None
         for wall_time, changes in pending:
             for id, state, reason, in_step, at_version in changes.transitions:
                 self._seq += 1
-                tallies["transitions"] = tallies["transitions"].add((*id, _STATE_NUMBER[state]))
+                keys.append((*id, _STATE_NUMBER[state]))
                 transitions.append((self._seq, *id, state, reason, in_step, at_version, wall_time))
             for id in changes.reissues:
                 self._reissue_seq += 1
@@ -213,6 +214,7 @@ class LedgerWriter:
                 tallies["training_end"] = tallies["training_end"].add(end_row.tally_key)
                 self._file.execute("INSERT INTO training_end VALUES (?, ?, ?)", end_row)
         if transitions:
+            tallies["transitions"] = tallies["transitions"].add(*keys)
             self._file.executemany("INSERT INTO transitions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", transitions)
         if reissues:
             self._file.executemany("INSERT INTO reissues VALUES (?, ?, ?, ?, ?)", reissues)

@@ -40,6 +40,8 @@ def gathered(payloads: Sequence[Payload]) -> Blocks:
 
 def forwarded(payloads: Sequence[Payload]) -> Blocks:
     """As `gathered`, but a large block whose payloads (as `cut` made them) are all here, in its order, goes on as it came."""
+    if sum(map(len, payloads)) < WHOLE_BYTES:
+        return gathered(payloads)
     blocks = Blocks([], [])
     loose: list[Payload] = []
     for _, run in groupby(payloads, key=lambda payload: id(_block(payload))):

@@ -25,7 +25,7 @@ from asyncrl.transport.allocator import keep_freed_memory
 from asyncrl.transport.blocks import Blocks, forwarded
 from asyncrl.transport.exchange import Exchange
 from asyncrl.transport.loop_socket import Frames, LoopSocket, bind_socket, open_socket
-from asyncrl.transport.records import LIFE_BITS, Incoming, Progress, Session
+from asyncrl.transport.records import LIFE_BITS, Progress, Session
 from asyncrl.transport.wire import MAX_BODY_BYTES, read_from_client, write_frames
 
 DELIVERY_BYTES = 32 * 10**6  # most of one delivery, unless a single message is larger
@@ -227,8 +227,7 @@ class Broker:
         of.announce(peer, first, list(map(len, payloads)), now)
         for session in of.grant(now):
             self._stirred.setdefault(session, 0)
-        incoming = list(map(Incoming, ids, group_ids, payloads))
-        result = self.exchange.accept(topic, peer, first, incoming, now)
+        result = self.exchange.accept(topic, peer, first, list(zip(ids, group_ids, payloads, strict=True)), now)
         for number, reason in result.refused:
             self._refused["MalformedFrame"] += 1
             self._send(peer, ["failed", number, "MalformedFrame", reason])

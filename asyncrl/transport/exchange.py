@@ -19,7 +19,7 @@ from asyncrl.errors import TransportError
 from asyncrl.transport.blocks import Payload
 from asyncrl.transport.journal import Journal, NoJournal, Recovered
 from asyncrl.transport.journal.segments import WrongRecord
-from asyncrl.transport.records import Acceptance, Incoming, MessageState, Session, Stored, TopicSpec
+from asyncrl.transport.records import Acceptance, Incoming, MessageState, Session, Stored, TopicSpec, Written
 from asyncrl.transport.topic import Topic
 
 
@@ -116,12 +116,14 @@ class Exchange:
 
     def settle_group(self, group_id: str, topic: str | None = None) -> int:
         """Every message of this group is done with, in one topic or in all; returns how many were here."""
-        settled = 0
-        for name in self.topics if topic is None else (topic,):
-            of = self.topic(name)
-            settled += of.settle_group(group_id)
-            self._let_go(of)
+        return sum([self.settle_groups((group_id,), name) for name in (self.topics if topic is None else (topic,))])
+
+    def settle_groups(self, group_ids: Iterable[str], topic: str) -> int:
+        """Every message of these groups is done with; returns how many were here."""
+        of = self.topic(topic)
+        settled = sum(map(of.settle_group, group_ids))
         if settled:
+            self._let_go(of)
             self.wake()
         return settled
 
@@ -179,7 +181,7 @@ class Exchange:
         of.close_sender(session, now)
         self._tell_streams(of, before)
 
-    def accept(self, topic: str, session: Session, first: int, batch: Sequence[Incoming], now: float) -> Acceptance:
+    def accept(self, topic: str, session: Session, first: int, batch: Sequence[Written], now: float) -> Acceptance:
         """`Topic.accept` with the hooks' duplicate filter; `publish` must follow before anybody is told."""
         result = self.topic(topic).accept(session, first, batch, now, is_ended=self.hooks.is_ended)
         if result.accepted:

@@ -52,6 +52,9 @@ class Incoming(NamedTuple):
     payload: Payload
 
 
+Written = tuple[str, str, Payload]  # an Incoming, or as much: (message id, group id, payload)
+
+
 class Progress(NamedTuple):
     """A sender's counts: messages announced, granted, handled so far; handled ≤ granted ≤ announced."""
 

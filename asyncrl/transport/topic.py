@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 
 from asyncrl.errors import MessageTooLarge, StreamClosed, TransportError, UnknownSender
-from asyncrl.transport.records import Acceptance, Incoming, Progress, Session, Stored, TopicSpec, TopicStats
+from asyncrl.transport.blocks import Payload
+from asyncrl.transport.records import Acceptance, Progress, Session, Stored, TopicSpec, TopicStats, Written
 
 __all__ = ["Topic", "TopicSpec"]
 
@@ -144,7 +145,7 @@ class Topic:
         return list(granted_to)
 
     def accept(
-        self, session: Session, first: int, batch: Sequence[Incoming], now: float, *, is_ended: Callable[[str], bool]
+        self, session: Session, first: int, batch: Sequence[Written], now: float, *, is_ended: Callable[[str], bool]
     ) -> Acceptance:
         """The sender wrote messages number `first` on. What is granted and in turn is accepted; `is_ended(group_id)` marks
         duplicates, as does an id that is here already. Messages handled before are skipped.
@@ -158,14 +159,14 @@ class Topic:
         sizes = [sender.sizes.popleft() for _ in in_turn]
         self._spend_credit(sender, len(in_turn), sum(sizes))
         bytes_before = self._ready_bytes
-        for number, (incoming, size) in enumerate(zip(in_turn, sizes, strict=True), handled):
-            message_id, group_id, payload = incoming
+        ended = {group_id: is_ended(group_id) for group_id in {group_id for _, group_id, _ in in_turn}}
+        for number, ((message_id, group_id, payload), size) in enumerate(zip(in_turn, sizes, strict=True), handled):
             if len(payload) != size:
                 result.refused.append((number, f"{size} bytes were announced, {len(payload)} came"))
-            elif message_id in self._messages or is_ended(group_id):
+            elif message_id in self._messages or ended[group_id]:
                 result.duplicates += 1
             else:
-                self._store(incoming)
+                self._store(message_id, group_id, payload, size)
                 result.accepted.append((message_id, group_id))
         self._count(result, self._ready_bytes - bytes_before)
         return result
@@ -243,16 +244,22 @@ class Topic:
         for message_id in message_ids:
             stored = self._messages.pop(message_id, None)
             if stored is not None:
+                group = self._groups[stored.group_id]
+                group.discard(message_id)
+                if not group:
+                    del self._groups[stored.group_id]
                 self._forget(stored)
                 settled += 1
-                if stored.ticket:
-                    self.gone.append(stored.ticket)
         self._stats.settled += settled
         return settled
 
     def settle_group(self, group_id: str) -> int:
         """Every message of this group is done with; returns how many were here."""
-        return self.settle(tuple(self._groups.get(group_id, ())))
+        group = self._groups.pop(group_id, ())
+        for message_id in group:
+            self._forget(self._messages.pop(message_id))
+        self._stats.settled += len(group)
+        return len(group)
 
     def restore(self, message_id: str, group_id: str, size: int, ticket: int, *, taken: bool) -> None:
         """A message that an earlier process accepted, whose payload lies in the journal; in the order of acceptance. One that was
@@ -358,9 +365,7 @@ class Topic:
         self._granted_items -= items
         self._granted_bytes -= size
 
-    def _store(self, incoming: Incoming) -> None:
-        message_id, group_id, payload = incoming
-        size = len(payload)
+    def _store(self, message_id: str, group_id: str, payload: Payload, size: int) -> None:
         self._messages[message_id] = self._ready[message_id] = Stored(self._sequence, message_id, group_id, payload, size)
         self._sequence += 1
         self._ready_bytes += size
@@ -381,11 +386,9 @@ class Topic:
         stats.max_bytes = max(stats.max_bytes, self._ready_bytes)
 
     def _forget(self, stored: Stored) -> None:
-        """A message that is settled leaves its group, and the line it stands in."""
-        group = self._groups[stored.group_id]
-        group.discard(stored.message_id)
-        if not group:
-            del self._groups[stored.group_id]
+        """A message that is settled leaves the line it stands in, and the journal."""
+        if stored.ticket:
+            self.gone.append(stored.ticket)
         if stored.state == "accepted":
             del self._ready[stored.message_id]
             self._ready_bytes -= stored.size

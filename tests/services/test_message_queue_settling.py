@@ -9,7 +9,7 @@ from asyncrl.ledger.local import LocalLedgerClient
 from asyncrl.messages import GroupId
 from asyncrl.protocols import Dispatch, End, PromptCursor, StepRecord
 from asyncrl.services.message_queue.settling import ROLLOUTS, SCORED, connect
-from asyncrl.transport.topic import Incoming, TopicSpec
+from asyncrl.transport.records import Incoming, TopicSpec
 
 CURSOR = PromptCursor(0, 9, None, 0, False)
 

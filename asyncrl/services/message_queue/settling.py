@@ -73,18 +73,24 @@ class LedgerHooks:
         return id is None or id not in self._ledger.attempts
 
     def on_accept(self, topic: str, accepted: Sequence[tuple[str, str]]) -> None:
-        queued: dict[GroupId, None] = {}
+        open = {group_id: self._is_open(group_id) for group_id in dict.fromkeys([group_id for _, group_id in accepted])}
+        queued: dict[str, None] = {}
+        second_copies = []
         for message_id, group_id in accepted:
-            id = parse(group_id)
-            assert id is not None, "what is accepted has not ended"
-            if self._ledger.attempts.state(id) not in ("in_flight", "returned") or id in queued:
-                self.exchange.settle(topic, (message_id,))  # a second copy, of a group whose scored group is here
+            if not open[group_id] or group_id in queued:
+                second_copies.append(message_id)  # of a group whose scored group is here
             elif topic == SCORED:
-                queued[id] = None
+                queued[group_id] = None
+        self.exchange.settle(topic, second_copies)
         if queued:
-            self._ledger.queue(list(queued))
-        for id in queued:
-            self.exchange.settle_group(str(id), ROLLOUTS)
+            self._ledger.queue([GroupId.parse(group_id) for group_id in queued])
+            self.exchange.settle_groups(queued, ROLLOUTS)
+
+    def _is_open(self, group_id: str) -> bool:
+        """Whether this attempt's scored group is still to come."""
+        id = parse(group_id)
+        assert id is not None, "what is accepted has not ended"
+        return self._ledger.attempts.state(id) in ("in_flight", "returned")
 
     def on_refused(self, topic: str, message_id: str, group_id: str, reason: str) -> None:
         log.warning("message %s of topic %s is no message: %s", message_id, topic, reason)
@@ -108,11 +114,13 @@ class LedgerHooks:
 
     def settle(self, ended: Sequence[GroupId], step: int) -> None:
         """These attempts have ended; the checkpoint of `step` will hold it."""
-        for id in ended:
-            self.exchange.settle_group(str(id), ROLLOUTS)
-            if not self._retains:
-                self.exchange.settle_group(str(id), SCORED)
-            elif self.exchange.retain_group(str(id), SCORED):
+        group_ids = list(map(str, ended))
+        self.exchange.settle_groups(group_ids, ROLLOUTS)
+        if not self._retains:
+            self.exchange.settle_groups(group_ids, SCORED)
+            return
+        for id, group_id in zip(ended, group_ids, strict=True):
+            if self.exchange.retain_group(group_id, SCORED):
                 self._retained.append((step, id))
 
     def release(self, step: int) -> None:
