@@ -304,7 +304,9 @@ class FleetClient:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
             connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
+            self._session = aiohttp.ClientSession(
+                timeout=timeout, connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+            )
         incarnation = self._view.incarnation
         call, prefix_key = self._calls.get(server.name), f"weights {incarnation}.{server.version}"
         if is_alone or call is None or not call.admits(server, part, prefix_key):

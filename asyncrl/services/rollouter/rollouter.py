@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -326,8 +327,8 @@ class Rollouter:
         self._outbox.put(trajectories)
 
     def _accepted(self, trajectories: Sequence[Trajectory]) -> None:
-        for trajectory in trajectories:
-            self._groups.accepted(trajectory.id.group)
+        for id, members in Counter(trajectory.id.group for trajectory in trajectories).items():
+            self._groups.accepted(id, members)
         self._pulse.beat()
 
     def _places_changed(self, taken: int) -> None:
