@@ -338,7 +338,8 @@ class FleetState:
 
     def is_confirmed(self, version: int) -> bool:
         """Whether every server that takes traffic, and there is one, has at least `version`."""
-        return self.confirmed is not None and self.confirmed >= version
+        confirmed = self.confirmed
+        return confirmed is not None and confirmed >= version
 
     def view(self) -> FleetView:
         """The fleet now; `seq` grows whenever anything in it changed since the view before."""
@@ -351,14 +352,15 @@ class FleetState:
             )
             for s in self._servers.values()
         )
-        seen = (self.incarnation, self.confirmed, self.published, servers)
+        confirmed = self.confirmed
+        seen = (self.incarnation, confirmed, self.published, servers)
         if seen != self._seen:
             self._seq, self._seen = self._seq + 1, seen
             routes = tuple((s.name, s.url, s.version, "in traffic" if s.takes_traffic else s.state) for s in servers)
-            news = (self.incarnation, self.confirmed, routes)
+            news = (self.incarnation, confirmed, routes)
             if news != self._news:
                 self._news_seq, self._news = self._seq, news
-        return FleetView(self._seq, self.incarnation, self.confirmed, self.published, servers)
+        return FleetView(self._seq, self.incarnation, confirmed, self.published, servers)
 
     def has_news(self, since: int) -> bool:
         """Whether more than a publication has happened since the view of that `seq`: something by which requests are routed, or
