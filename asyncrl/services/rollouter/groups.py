@@ -73,12 +73,12 @@ class GroupTable:
         self._live[id] = _Live(prompt, members)
         self._num_unsent += members > 0
 
-    def accepted(self, id: GroupId, members: int = 1) -> None:
-        """The queue has accepted so many more members. Those of a group that has ended meanwhile do not matter any more."""
+    def accepted(self, id: GroupId) -> None:
+        """The queue has accepted one more member. Members of a group that has ended meanwhile do not matter any more."""
         group = self._live.get(id)
         if group is None:
             return
-        group.unsent -= members
+        group.unsent -= 1
         assert group.unsent >= 0, id
         self._num_unsent -= not group.unsent
 

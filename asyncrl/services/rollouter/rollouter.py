@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -327,8 +326,8 @@ class Rollouter:
         self._outbox.put(trajectories)
 
     def _accepted(self, trajectories: Sequence[Trajectory]) -> None:
-        for id, members in Counter(trajectory.id.group for trajectory in trajectories).items():
-            self._groups.accepted(id, members)
+        for trajectory in trajectories:
+            self._groups.accepted(trajectory.id.group)
         self._pulse.beat()
 
     def _places_changed(self, taken: int) -> None:
