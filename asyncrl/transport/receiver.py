@@ -107,25 +107,28 @@ class QueueReceiver:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while not self._inbox:
-            link = self._open()
+            self._open()
             if self._ended:
                 raise StreamClosed(f"topic {self._topic} has ended")
             if self._answer is None or self._answer.done():
                 self._answer = loop.create_future()
                 self._max_items, self._cancelled = max_items, False
                 self._say_take()
-            answered = asyncio.shield(self._answer)
+            timer = loop.call_at(deadline, self._cancel)
             try:
-                async with asyncio.timeout_at(deadline):
-                    await answered
-            except TimeoutError:
-                self._cancelled = True
-                link.send(["cancel", self._topic, self._request])
                 await self._answer
-            if loop.time() >= deadline:
+            finally:
+                timer.cancel()
+            if self._cancelled:
                 break
         if self._ended and not self._inbox:
             raise StreamClosed(f"topic {self._topic} has ended")
+
+    def _cancel(self) -> None:
+        """The time is over: the open request is to be answered now, if need be with nothing."""
+        self._cancelled = True
+        if self._link is not None:
+            self._link.send(["cancel", self._topic, self._request])
 
     def _say_take(self) -> None:
         self._request += 1

@@ -1,6 +1,6 @@
 """Calls between services: plain values over one ROUTER per server and one DEALER per client.
 
-    RpcClient.call ──[call id, [method, params], arrays…]──▶ RpcServer ── each call its own task ──▶ handler(**params)
+    RpcClient.call ──[call id, [method, params], arrays…]──▶ RpcServer ── a task if it waits ──▶ handler(**params)
                    ◀─[call id, [True, value] | [False, kind, text], arrays…]──
 
 Every call has a deadline on the caller's side. Whatever arrives at a server that is no call of ours is counted in
@@ -10,6 +10,7 @@ Every call has a deadline on the caller's side. Whatever arrives at a server tha
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import itertools
 import time
@@ -42,7 +43,7 @@ class RpcServer:
         self._max_call_bytes = max_call_bytes
         self._socket: LoopSocket | None = None
         self.address = ""  # known after `start`
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self.stats = dict.fromkeys(("calls", "failed", "malformed", "oversized", "unknown_method"), 0)
 
     async def start(self, bind: str | None = None) -> str:
@@ -101,9 +102,17 @@ class RpcServer:
             self._answer(peer, call_id, [False, "UnknownMethod", f"no method {method!r} here; there are {known}"])
             return
         self.stats["calls"] += 1
-        task = asyncio.get_running_loop().create_task(self._serve(peer, call_id, handler, params), name=f"rpc {method}")
+        try:
+            value = handler(**params)
+            if not inspect.isawaitable(value):
+                self._answer(peer, call_id, [True, value])
+                return
+        except Exception as error:  # the boundary between a service and its callers: every error is the caller's to read
+            self._refuse(peer, call_id, error)
+            return
+        task = asyncio.ensure_future(value)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(functools.partial(self._ended, peer, call_id))
 
     def _parse(self, frames: Frames) -> tuple[str, dict[str, Any]]:
         size = sum(map(len, frames))
@@ -116,16 +125,18 @@ class RpcServer:
             raise MalformedFrame("parameter names must be text")
         return body[0], body[1]
 
-    async def _serve(self, peer: bytes, call_id: bytes, handler: Handler, params: dict[str, Any]) -> None:
+    def _ended(self, peer: bytes, call_id: bytes, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
         try:
-            value = handler(**params)
-            if inspect.isawaitable(value):
-                value = await value
-            reply = pack_values([True, value])
-        except Exception as error:  # the boundary between a service and its callers: every error is the caller's to read
-            self.stats["failed"] += 1
-            reply = pack_values([False, type(error).__name__, str(error)])
-        self._send([peer, call_id, *reply])
+            self._answer(peer, call_id, [True, task.result()])
+        except Exception as error:  # the same boundary
+            self._refuse(peer, call_id, error)
+
+    def _refuse(self, peer: bytes, call_id: bytes, error: Exception) -> None:
+        self.stats["failed"] += 1
+        self._answer(peer, call_id, [False, type(error).__name__, str(error)])
 
     def _answer(self, peer: bytes, call_id: bytes, body: Any) -> None:
         self._send([peer, call_id, *pack_values(body)])
@@ -157,15 +168,15 @@ class RpcClient:
             self._socket = LoopSocket(socket, self._on_batch)
         frames = pack_values([method, params])
         call_id = next(self._numbers).to_bytes(_CALL_ID_BYTES, "big")
-        answer: asyncio.Future[Frames] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Frames] = loop.create_future()
         self._waiting[call_id] = answer
+        deadline = loop.call_later(timeout, self._give_up, answer, method, timeout)
         try:
             self._socket.send([call_id, *frames])
-            async with asyncio.timeout(timeout):
-                reply = await answer
-        except TimeoutError:
-            raise _silent(method, self.address, timeout) from None
+            reply = await answer
         finally:
+            deadline.cancel()
             del self._waiting[call_id]
         return _value_of(method, reply)
 
@@ -177,6 +188,10 @@ class RpcClient:
                 answer.set_exception(StreamClosed(f"the client of {self.address} was closed during the call"))
         if self._socket is not None:
             self._socket.close()
+
+    def _give_up(self, answer: asyncio.Future[Frames], method: str, timeout: float) -> None:
+        if not answer.done():
+            answer.set_exception(_silent(method, self.address, timeout))
 
     def _on_batch(self, batch: list[Frames]) -> None:
         for frames in batch:
