@@ -54,17 +54,21 @@ class Launches:
 def killed_and_resumed(tmp_path: Path, durability: str, kills: int, steps: int, *, seed: int) -> None:
     chance = random.Random(seed)
     launches = Launches(tmp_path / "run", *SETS, f"training.steps={steps}", f"queue.durability={durability}")
+    mlflow_runs = set()
     for left in reversed(range(kills)):
         run = launches.next()
         if not left:
             run.until(lambda: Checkpoints(tmp_path / "run").newest_complete() is not None, 90, "a checkpoint")
         time.sleep(chance.uniform(0, 3))
+        mlflow_runs.add(run.started["mlflow_run_id"])
         kill_everything(run)
     run = launches.next()
     assert run.wait(600) == 0, run.text[-4000:]
     assert "the run goes on from the checkpoint of step" in run.text
     assert run.summary["status"] == "finished"
     assert run.summary["steps"] == steps
+    assert run.summary["launches"] == kills + 1
+    assert mlflow_runs - {None} <= {run.summary["mlflow_run_id"]}, "one MLflow run goes on"
     assert faults(run.run_dir) == []
     audit = run.command("audit")
     assert audit.returncode == 0, audit.stdout
