@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
+import tracemalloc
+
+import pytest
 
 from asyncrl.protocols.weights import PolicyVersion
-from asyncrl.services.parameter_sync.stats import SyncStats
+from asyncrl.services.parameter_sync.stats import REMEMBERED, Spread, SyncStats
 
 A = "inference/0"
 
@@ -75,3 +79,47 @@ def test_the_first_version_of_every_incarnation_is_not_counted():
         for version in range(3):
             bring(stats, incarnation, version)
     assert (stats.summary()["count"], stats.summary()["skipped"]) == (4, 0)
+
+
+def test_versions_without_number_take_no_memory_and_are_all_counted():
+    stats = SyncStats()
+    bring(stats, 1, 0)
+    sizes = []
+    tracemalloc.start()
+    for part in range(3):
+        for version in range(1 + part * 2 * REMEMBERED, 1 + (part + 1) * 2 * REMEMBERED):
+            if version % 4:
+                bring(stats, 1, version)
+            else:
+                stats.published(PolicyVersion(1, version))
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[2] - sizes[1] < 20_000, sizes
+    bring(stats, 1, 6 * REMEMBERED + 1)
+    summary = stats.summary()
+    assert (summary["count"], summary["skipped"]) == (6 * REMEMBERED * 3 // 4 + 1, 6 * REMEMBERED // 4)
+
+
+def test_a_version_that_two_servers_confirm_counts_once_and_is_not_skipped_when_the_second_is_late():
+    stats = SyncStats()
+    for version in range(3):
+        bring(stats, 1, version)
+    bring(stats, 1, 1)
+    assert (stats.summary()["count"], stats.summary()["skipped"]) == (2, 0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99, 1.0])
+def test_quantiles_are_those_of_all_values_to_a_hundredth(share: float):
+    dice, spread = random.Random(0), Spread()
+    values = sorted(dice.lognormvariate(0, 2) for _ in range(5000))
+    for value in values:
+        spread.add(value)
+    exact = values[max(0, -(-int(share * 100) * len(values) // 100) - 1)]
+    assert exact - 0.001 <= spread.quantile(share) <= exact * 1.01 + 0.001
+
+
+def test_there_is_no_quantile_of_nothing_and_zero_is_a_value():
+    spread = Spread()
+    assert spread.quantile(0.5) == 0.0
+    spread.add(0.0)
+    assert spread.quantile(1.0) == 0.0

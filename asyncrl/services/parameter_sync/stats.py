@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,26 @@ from asyncrl.services.json_lines import keep_lines, read_lines
 
 log = logging.getLogger(__name__)
 
+REMEMBERED = 1024  # newest versions: an older one is confirmed by nobody any more
+SMALLEST = 1e-3  # of a cost that is told from the next
+
 
 class SyncStats:
     """The first version of every incarnation (the one that verifies the servers at start) is left out of all counts but
     `verified` and `refused`: count = published versions that a server confirmed; skipped = published ones that none did and
-    none will, because a newer one was confirmed. record: the file of the events, which is gone on with; None keeps none."""
+    none will, because a newer one was confirmed. record: the file of the events, which is gone on with; None keeps none.
+
+    Memory does not grow with the versions: of those past the newest REMEMBERED only numbers are kept, and costs by their size."""
 
     def __init__(self, record: Path | None = None) -> None:
         self._record = record
         self._first: dict[int, int] = {}
-        self._published: set[PolicyVersion] = set()
+        self._is_confirmed: dict[PolicyVersion, bool] = {}  # of the newest REMEMBERED that were published or confirmed
+        self._num_confirmed = 0
+        self._num_skipped = 0  # of those before
         self._newest_published = PolicyVersion(0, 0)
-        self._confirmed: set[PolicyVersion] = set()
         self._newest = PolicyVersion(0, 0)  # that a server confirmed, a first one included
-        self._pauses_ms: list[float] = []
-        self._transfers_ms: list[float] = []
+        self._pauses_ms, self._transfers_ms = Spread(), Spread()
         self._num_bytes = 0
         self._num_unverified = 0
         self._latest: dict[str, float] = {}
@@ -77,15 +82,15 @@ class SyncStats:
 
     def summary(self) -> dict[str, Any]:
         return {
-            "count": len(self._confirmed),
+            "count": self._num_confirmed,
             "pause_ms": {
-                "p50": quantile(self._pauses_ms, 0.5),
-                "p99": quantile(self._pauses_ms, 0.99),
-                "max": quantile(self._pauses_ms, 1.0),
+                "p50": self._pauses_ms.quantile(0.5),
+                "p99": self._pauses_ms.quantile(0.99),
+                "max": self._pauses_ms.quantile(1.0),
             },
-            "transfer_ms": {"p50": quantile(self._transfers_ms, 0.5), "p99": quantile(self._transfers_ms, 0.99)},
+            "transfer_ms": {"p50": self._transfers_ms.quantile(0.5), "p99": self._transfers_ms.quantile(0.99)},
             "bytes": self._num_bytes,
-            "skipped": sum(1 for version in self._published - self._confirmed if version < self._newest),
+            "skipped": self._num_skipped + sum(not sure and v < self._newest for v, sure in self._is_confirmed.items()),
             "verified": bool(self._first) and self._num_unverified == 0,
             "refused_slices": self._refused_slices,
             "failed_updates": self._failed_updates,
@@ -111,10 +116,10 @@ class SyncStats:
             case "published" if version.incarnation not in self._first:
                 self._first[version.incarnation] = version.version
             case "published" if counts:
-                self._published.add(version)
                 self._newest_published = max(self._newest_published, version)
+                self._count_version(version, confirmed=False)
             case "adopted" if counts:
-                self._confirmed.add(version)
+                self._count_version(version, confirmed=True)
             case "confirmed" if counts:
                 self._count_confirmation(version, line)
             case "unverified":
@@ -125,9 +130,9 @@ class SyncStats:
                 self._failed_updates += 1
 
     def _count_confirmation(self, version: PolicyVersion, line: Mapping[str, Any]) -> None:
-        self._confirmed.add(version)
-        self._pauses_ms.append(line["pause_ms"])
-        self._transfers_ms.append(line["transfer_ms"])
+        self._count_version(version, confirmed=True)
+        self._pauses_ms.add(line["pause_ms"])
+        self._transfers_ms.add(line["transfer_ms"])
         self._num_bytes += line["bytes"]
         newest = max(self._newest_published, version)
         self._latest = {
@@ -137,10 +142,31 @@ class SyncStats:
             "sync/version_lag": float(newest.version - version.version),
         }
 
+    def _count_version(self, version: PolicyVersion, *, confirmed: bool) -> None:
+        before = self._is_confirmed.get(version, False)
+        self._num_confirmed += confirmed and not before
+        self._is_confirmed[version] = confirmed or before
+        if len(self._is_confirmed) > REMEMBERED:
+            self._num_skipped += not self._is_confirmed.pop(next(iter(self._is_confirmed)))
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Nearest rank: the smallest value that `share` of all values do not exceed, to a thousandth; 0 for none."""
-    if not values:
+
+class Spread:
+    """Any number of values, kept as how many there were of about the same size: neighbours differ by 1 %."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, tuple[int, float]] = {}  # by the value's logarithm: how many, and the largest
+
+    def add(self, value: float) -> None:
+        size = round(math.log(max(value, SMALLEST)) / math.log(1.01))
+        number, largest = self._sizes.get(size, (0, value))
+        self._sizes[size] = number + 1, max(largest, value)
+
+    def quantile(self, share: float) -> float:
+        """Nearest rank: the smallest value that `share` of all values do not exceed, or one up to 1 % larger, to a thousandth; 0
+        for none."""
+        left = math.ceil(share * sum(number for number, _ in self._sizes.values()))
+        for _, (number, largest) in sorted(self._sizes.items()):
+            left -= number
+            if left <= 0:
+                return round(largest, 3)
         return 0.0
-    ordered = sorted(values)
-    return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3)
