@@ -104,7 +104,7 @@ async def score(options: argparse.Namespace, trajectories: list[Trajectory]) -> 
     began = time.monotonic()
     async with asyncio.TaskGroup() as services:
         running = [services.create_task(service.run(book)) for service in (front, *workers)]
-        while front.status()["state"] != "DRAINED":
+        while front.status()["state"] != "drained":
             assert time.monotonic() - began < DEADLINE_SECONDS, front.status()
             assert not any(task.done() for task in running), "a service ended"
             await asyncio.sleep(0.05)

@@ -130,7 +130,7 @@ def test_a_whole_run_beyond_loopback_is_its_owners_alone(network, tmp_path):
 
     code, text = asks("status", "--json")
     assert code == 0
-    assert {row["state"] for row in json.loads(text)["services"]}.isdisjoint({"SILENT", "STARTING"})
+    assert {row["state"] for row in json.loads(text)["services"]}.isdisjoint({"silent", "starting"})
     assert asks("audit")[0] == 0
     addresses = json.loads((run / "run.json").read_text())
     assert addresses["rpc"].startswith(f"tcp://{HERE}:")

@@ -155,7 +155,7 @@ async def test_groups_are_scored_and_sent_in_spite_of_interleaving():
         await asyncio.wait_for(b.scored.closed.wait(), 20)
         assert sorted(g.id.row for g in b.scored.groups) == [0, 1, 2, 3]
         assert all(g.rewards.tolist() == [1.0, 0.0, 1.0] for g in b.scored.groups)
-        assert b.front.status()["state"] == "DRAINED"
+        assert b.front.status()["state"] == "drained"
         assert await b.client.call("in_flight", timeout=5.0) == []
     summary = b.front.summary()
     assert summary["scoring"]["components"] == pytest.approx({"reward": 2 / 3, "f0": 2 / 3})
@@ -300,7 +300,7 @@ async def test_a_worker_that_is_back_at_its_address_is_noticed_at_once_and_does_
         b.rollouts.feed(*group(0, "yes", "no"))
         await until(lambda: b.front.status()["being_scored"] == 2)
         await lost.stop()
-        await until(lambda: lost.status()["state"] == "DONE")
+        await until(lambda: lost.status()["state"] == "done")
         back = b.worker(0)
         began = asyncio.get_running_loop().time()
         await back.start({"rpc": lost._address})
@@ -385,7 +385,7 @@ async def test_a_stream_that_the_front_before_had_ended_stays_so():
 
         b.scored.close = closed
         b.rollouts.end()
-        await until(lambda: b.front.status()["state"] == "DRAINED")
+        await until(lambda: b.front.status()["state"] == "drained")
 
 
 async def test_members_that_never_come_fail_their_group_at_the_end_of_the_data():

@@ -22,6 +22,7 @@ from asyncrl.messages import GroupId
 from asyncrl.protocols import Dispatch, End, PromptCursor, StepRecord
 from asyncrl.services.supervisor import Life, Resume, Row, RowFailed, Supervisor
 from asyncrl.services.supervisor.hearing import Hearing
+from asyncrl.services.supervisor.runtime import with_the_fleets_word
 from asyncrl.transport.rpc import RpcServer
 
 SILENT_QUESTIONS = 8
@@ -154,6 +155,15 @@ async def test_a_run_is_finished_when_trainer_and_rollouter_are(config, tmp_path
     summary = await supervisor_of(config, tmp_path, runtime).supervise()
     assert (summary["status"], summary["steps"], runtime.killed, runtime.closed) == ("finished", 10, [], True)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 10
+
+
+def test_a_server_that_takes_no_traffic_is_shown_so_and_why():
+    serving = [{"name": f"inference/{index}", "state": "serving", "version": 3} for index in range(3)]
+    fleet = {"inference/0": "READY", "inference/1": "STALE", "inference/2": "UPDATING"}
+    sync = {"name": "parameter_sync", "state": "ready", "servers": fleet, "reasons": {"inference/1": "its connection broke"}}
+    shown = with_the_fleets_word([sync, *serving])
+    assert shown == [sync, serving[0], {**serving[1], "state": "stale", "reason": "its connection broke"}, serving[2]]
+    assert with_the_fleets_word(serving) == serving
 
 
 @pytest.mark.parametrize(

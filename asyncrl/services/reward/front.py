@@ -106,7 +106,7 @@ class RewardFront:
         self._data_ended = False
         self._crash: BaseException | None = None
         self._crashed = asyncio.Event()
-        self._state = "STARTING"
+        self._state = "starting"
         self._worker_seen = clock.now()
         self._rpc = service_rpc(
             self,
@@ -127,7 +127,7 @@ class RewardFront:
     async def run(self, book: AddressBook) -> None:
         parts = self._make_parts(book)
         self._go_on_counting(parts.kept)
-        self._state, self._worker_seen = "RUNNING", self._clock.now()
+        self._state, self._worker_seen = "running", self._clock.now()
         try:
             await first_to_end(self._stop.wait(), self._work(parts), self._watch(parts.tracker), self._raise_crash())
         finally:
@@ -199,7 +199,7 @@ class RewardFront:
             await parts.sender.close()
         except StreamClosed as error:
             log.info("the stream of scored groups had ended before: %s", error)
-        self._state = "DRAINED"
+        self._state = "drained"
         await self._stop.wait()
 
     async def _receive(self, receiver: Receiver) -> None:
@@ -369,7 +369,7 @@ class RewardFront:
         )
 
     async def _end(self, parts: FrontParts) -> None:
-        self._state = "DONE"
+        self._state = "done"
         await cancel(list(self._calls))
         for link in self._links.values():
             await link.close()

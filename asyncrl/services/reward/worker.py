@@ -51,7 +51,7 @@ class RewardWorker:
         self._incarnation = uuid.uuid4().hex
         self._address = self.name  # until `start` has bound a socket
         self._stop = asyncio.Event()
-        self._state = "STARTING"
+        self._state = "starting"
         self._samples = 0
         self._busy_seconds = 0.0
         self._rpc = service_rpc(self, {"score": self.score})
@@ -64,11 +64,11 @@ class RewardWorker:
 
     async def run(self, book: AddressBook) -> None:
         front = self._connect(book["reward"]["rpc"])
-        self._state = "RUNNING"
+        self._state = "running"
         try:
             await first_to_end(self._announce(front), self._stop.wait())
         finally:
-            self._state = "DONE"
+            self._state = "done"
             await front.close()
             await self._executor.close()
             await self._rpc.close()

@@ -301,11 +301,11 @@ class Lives:
         """One row of `asyncrl status`."""
         known = self.book.get(row.name)
         if known is None:
-            return {"name": row.name, "pid": None, "host": None, "state": "STARTING", "version": None}
+            return {"name": row.name, "pid": None, "host": None, "state": "starting", "version": None}
         silent = {"name": row.name, "pid": int(known["pid"]), "host": known["host"], "version": None}
         if row.name in self.summaries:
-            return {**silent, "state": "DONE"}
+            return {**silent, "state": "done"}
         try:
             return {**silent, **await self.client(row.name).call("status", timeout=CALL_SECONDS)}
         except TransportError:
-            return {**silent, "state": "SILENT"}
+            return {**silent, "state": "silent"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -109,3 +109,15 @@ def rows_of(config: Config) -> list[Row]:
         *(Row("trainer", index) for index in range(config.training.ranks)),
         *(Row("inference", index) for index in range(config.inference.servers)),
     ]
+
+
+def with_the_fleets_word(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `status`. A server says of itself that it serves; that it takes no traffic (stale, dead) ParameterSync knows."""
+    fleet = next((row for row in rows if row["name"] == "parameter_sync"), {})
+    states, reasons = fleet.get("servers") or {}, fleet.get("reasons") or {}
+    said = []
+    for row in rows:
+        state = states.get(row["name"])
+        out = state in ("STALE", "DEAD") and row["state"] == "serving"
+        said.append({**row, "state": state.lower(), "reason": reasons.get(row["name"], "")} if out else dict(row))
+    return said

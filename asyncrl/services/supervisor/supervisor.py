@@ -23,7 +23,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncrlError, Interrupted, LedgerError, MalformedFrame, RunError, ServiceDied
 from asyncrl.ledger.store import FILE_NAME, read_ledger, replay, samples
 from asyncrl.services.supervisor.lives import Lives
-from asyncrl.services.supervisor.runtime import Resume, RowFailed, Runtime
+from asyncrl.services.supervisor.runtime import Resume, RowFailed, Runtime, with_the_fleets_word
 from asyncrl.services.supervisor.summary import Status, build_summary
 from asyncrl.services.tasks import cancel
 from asyncrl.transport.rpc import RpcServer
@@ -274,7 +274,7 @@ class Supervisor:
 
     async def status(self) -> dict[str, Any]:
         """The run's state, one row per process, and the newest figures."""
-        services = await asyncio.gather(*(self._lives.status(row) for row in self._lives.rows))
+        services = with_the_fleets_word(await asyncio.gather(*(self._lives.status(row) for row in self._lives.rows)))
         return {
             "state": self.state,
             "name": self.config.name,
