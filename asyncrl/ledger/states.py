@@ -43,7 +43,7 @@ SUCCESSORS: dict[State | None, tuple[State, ...]] = {
     "expired": (),
 }
 TRAINING_OVER = "training is over"
-EVENTS_KEPT = 65_536
+EVENTS_KEPT = 16_384  # far more than happen between two calls of `watch`; 4 MB once full
 REASONS_KEPT = 100
 REASON_CHARACTERS = 500
 

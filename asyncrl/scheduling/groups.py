@@ -19,8 +19,8 @@ import numpy as np
 
 from asyncrl.messages import GroupId, ScoredGroup, Trajectory, TrajectoryId
 
-CLOSED_REMEMBERED = 65_536
-"""Ids of closed groups kept to know a late copy by: more than can be alive or leased at once, so memory stays bounded."""
+CLOSED_REMEMBERED = 16_384
+"""Ids of closed groups kept to know a late copy by: far more than close while a copy can be on its way; 3 MB once full."""
 
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 _of_member = attrgetter(

@@ -19,7 +19,7 @@ from asyncrl.services.trainer.parts import LeaderParts
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5  # longest wait for an arrival before the other ranks get a sign of life and `stop` is looked at
-REMEMBERED = 65_536  # ids of groups that were taken, to drop a second delivery
+REMEMBERED = 16_384  # ids of groups that were taken, to drop a second delivery: far more than one can be late by; 3 MB once full
 
 
 @dataclass(frozen=True)
