@@ -81,7 +81,7 @@ class Broker:
         assert self._socket is None, "a broker starts once"
         socket = open_socket(zmq.ROUTER, max_frame_bytes=self._max_bytes)
         try:
-            address = bind_socket(socket, bind or self._bind)
+            address = await bind_socket(socket, bind or self._bind)
         except zmq.ZMQError:
             socket.close()
             raise

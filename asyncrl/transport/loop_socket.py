@@ -17,6 +17,7 @@ import zmq
 from asyncrl.transport import security
 
 PORTS = range(20_000, 32_000)  # outside the ranges from which systems draw ports for outgoing connections
+HELD_SECONDS = 5.0  # a socket that is closed may hold its port for a moment
 READ_BATCH = 512  # multiparts taken at one wake-up before other callbacks get their turn
 
 Part = bytes | memoryview | zmq.Frame
@@ -49,17 +50,30 @@ def open_socket(
     return socket
 
 
-def bind_socket(socket: zmq.Socket[bytes], address: str) -> str:
+async def bind_socket(socket: zmq.Socket[bytes], address: str) -> str:
     """Bind where this process's door has it, and say where others reach it. An address that ends in ``:*`` gets a free port of
-    PORTS, which the system gives to nobody else meanwhile: so a process that takes another's place can bind where that one was.
-    Raises ZMQError."""
+    PORTS, which the system gives to nobody else meanwhile: so a process that takes another's place can bind where that one was,
+    once it has let go. Raises ZMQError, for a port that stays taken after HELD_SECONDS."""
     door = security.door()
     address = door.place(address)
     if address.startswith("tcp://") and address.endswith(":*"):
         socket.bind_to_random_port(address[: -len(":*")], min_port=PORTS.start, max_port=PORTS.stop, max_tries=len(PORTS))
     else:
-        socket.bind(address)
+        await _bind_once_free(socket, address)
     return door.known_as(bound_address(socket))
+
+
+async def _bind_once_free(socket: zmq.Socket[bytes], address: str) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + HELD_SECONDS
+    while True:
+        try:
+            socket.bind(address)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or loop.time() >= deadline:
+                raise
+        await asyncio.sleep(HELD_SECONDS / 100)
 
 
 def bound_address(socket: zmq.Socket[bytes]) -> str:

@@ -78,7 +78,7 @@ class Acceptance:
 class TopicStats:
     """Figures of one topic. waiting: announced messages without credit; depth and bytes: accepted, never yet taken messages;
     held: on lease; returned: waiting to be delivered again; blocked_seconds: summed over senders, time with an announced message
-    without credit; the rest are totals."""
+    without credit; the rates are those since the first acceptance; the rest are totals."""
 
     waiting: int = 0
     depth: int = 0
@@ -89,6 +89,8 @@ class TopicStats:
     returned: int = 0
     accepted: int = 0
     accepted_bytes: int = 0
+    accepted_per_second: float = 0.0
+    bytes_per_second: float = 0.0
     taken: int = 0
     settled: int = 0
     redelivered: int = 0

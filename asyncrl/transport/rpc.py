@@ -52,7 +52,7 @@ class RpcServer:
         assert self._socket is None, "an RpcServer starts once"
         socket = open_socket(zmq.ROUTER, max_frame_bytes=self._max_call_bytes)
         try:
-            self.address = bind_socket(socket, bind or self._bind)
+            self.address = await bind_socket(socket, bind or self._bind)
         except zmq.ZMQError:
             socket.close()
             raise

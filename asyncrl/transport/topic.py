@@ -68,6 +68,7 @@ class Topic:
         self._consumers: dict[Session, float] = {}  # when each was last heard
         self._sequence = 0
         self._stats = TopicStats()
+        self._first_accepted: float | None = None
         self.gone: list[int] = []
         """Tickets of messages that were settled, for whoever keeps the journal to take away."""
 
@@ -169,6 +170,8 @@ class Topic:
                 self._store(message_id, group_id, payload, size)
                 result.accepted.append((message_id, group_id))
         self._count(result, self._ready_bytes - bytes_before)
+        if self._first_accepted is None and result.accepted:
+            self._first_accepted = now
         return result
 
     def progress(self, session: Session) -> Progress | None:
@@ -332,6 +335,9 @@ class Topic:
         current.blocked_seconds += sum(
             now - sender.blocked_since for sender in self._senders.values() if sender.blocked_since is not None
         )
+        seconds = now - self._first_accepted if self._first_accepted is not None else 0.0
+        if seconds > 0:
+            current.accepted_per_second, current.bytes_per_second = current.accepted / seconds, current.accepted_bytes / seconds
         return current
 
     @property

@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import DeadlineExceeded, RemoteError, StreamClosed
+from asyncrl.transport import loop_socket
 from asyncrl.transport.rpc import RpcClient, RpcServer, call_once
 
 
@@ -141,15 +142,35 @@ async def test_a_restarted_server_is_reached_by_the_same_client():
     assert await client.call("math.add", timeout=5, a=1, b=1) == 2
     await server.close()
     again = RpcServer({"math.add": add}, bind=address)
-    while True:
-        try:
-            await again.start()
-            break
-        except zmq.ZMQError:  # the port is let go by ZeroMQ's own thread
-            await asyncio.sleep(0.01)
+    await again.start()
     assert await client.call("math.add", timeout=10, a=2, b=2) == 4
     await client.close()
     await again.close()
+
+
+async def test_an_address_that_another_still_holds_is_taken_over_once_it_lets_go(server):
+    later = RpcServer(HANDLERS)
+    starting = asyncio.create_task(later.start(server.address))
+    await asyncio.sleep(0.1)
+    assert not starting.done()
+    await server.close()
+    assert await starting == server.address
+    assert await call(server.address, a=1, b=2) == 3
+    await later.close()
+
+
+async def test_an_address_that_stays_taken_is_an_error(server, monkeypatch):
+    monkeypatch.setattr(loop_socket, "HELD_SECONDS", 0.2)
+    with pytest.raises(zmq.ZMQError, match="in use"):
+        await RpcServer(HANDLERS).start(server.address)
+
+
+async def call(address: str, **params: int) -> int:
+    client = RpcClient(address)
+    try:
+        return await client.call("math.add", timeout=5, **params)
+    finally:
+        await client.close()
 
 
 def test_the_server_runs_on_uvloop():
