@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,8 @@ class RpcServer:
         self._socket: LoopSocket | None = None
         self.address = ""  # known after `start`
         self._tasks: set[asyncio.Future[Any]] = set()
+        self._waiting: deque[tuple[bytes, bytes, Handler, dict[str, Any]]] = deque()  # for a task that is about to begin
+        self._begins = False
         self.stats = dict.fromkeys(("calls", "failed", "malformed", "oversized", "unknown_method"), 0)
 
     async def start(self, bind: str | None = None) -> str:
@@ -66,6 +69,7 @@ class RpcServer:
     async def close(self) -> None:
         """Stop serving: calls in progress are cancelled, answers given are delivered. Closing twice is harmless; a handler that
         closes its own server is still answered."""
+        self._waiting.clear()
         this = asyncio.current_task()
         others = [task for task in self._tasks if task is not this]
         for task in others:
@@ -102,6 +106,17 @@ class RpcServer:
             self._answer(peer, call_id, [False, "UnknownMethod", f"no method {method!r} here; there are {known}"])
             return
         self.stats["calls"] += 1
+        self._waiting.append((peer, call_id, handler, params))
+        if not self._begins:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Handlers begin in the order of their calls: one that does not wait comes after a task that was made before it."""
+        self._begins = False
+        while self._waiting and not self._begins:
+            self._begin(*self._waiting.popleft())
+
+    def _begin(self, peer: bytes, call_id: bytes, handler: Handler, params: dict[str, Any]) -> None:
         try:
             value = handler(**params)
             if not inspect.isawaitable(value):
@@ -113,6 +128,8 @@ class RpcServer:
         task = asyncio.ensure_future(value)
         self._tasks.add(task)
         task.add_done_callback(functools.partial(self._ended, peer, call_id))
+        self._begins = True
+        asyncio.get_running_loop().call_soon(self._go_on)  # after the task's first step
 
     def _parse(self, frames: Frames) -> tuple[str, dict[str, Any]]:
         size = sum(map(len, frames))

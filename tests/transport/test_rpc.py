@@ -53,6 +53,19 @@ async def client(server):
     await client.close()
 
 
+async def test_calls_begin_in_their_order_whether_their_handlers_wait_or_not(server, client):
+    begun = []
+
+    async def waits(number: int) -> None:
+        begun.append(number)
+
+    server.add({"waits": waits, "does_not": lambda number: begun.append(number)})
+    await client.call("math.add", timeout=5, a=1, b=1)  # the line is up: what follows arrives together
+    calls = [client.call("waits" if number % 3 else "does_not", timeout=5, number=number) for number in range(30)]
+    await asyncio.gather(*calls)
+    assert begun == list(range(30))
+
+
 async def test_a_call_returns_the_value_of_a_coroutine_or_a_function(client):
     assert await client.call("math.add", timeout=5, a=2, b=3) == 5
     value = await client.call("math.double", timeout=5, array=np.arange(6, dtype=np.float32).reshape(2, 3))
