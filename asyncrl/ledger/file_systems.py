@@ -74,16 +74,14 @@ def state_folder(run_dir: Path, state_dir: str | None, *, mounts: Path = MOUNTS)
 
 def make_state_folder(run_dir: Path, state_dir: str | None, *, mounts: Path = MOUNTS) -> Path:
     """As `state_folder`, and there when the call returns. The run directory has a link to a ledger that lies elsewhere, so that
-    whoever reads a run finds it. Raises UserError for a folder that cannot be made."""
+    whoever reads a run finds it. Raises UserError for a folder that cannot be made, or where the run's ledger lies elsewhere: by
+    another cluster.state_dir, or because the run directory was moved."""
     folder = state_folder(run_dir, state_dir, mounts=mounts)
+    refuse_another_ledger(run_dir, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         link = run_dir / FILE_NAME
         if folder != run_dir and not (link.is_symlink() and Path(os.readlink(link)) == folder / FILE_NAME):
-            if link.exists() and not link.is_symlink():
-                raise UserError(
-                    f"{link} is a ledger already, but cluster.state_dir is {state_dir}: go on without it, or move it there"
-                )
             link.unlink(missing_ok=True)
             link.symlink_to(folder / FILE_NAME)
     except OSError as error:
@@ -92,6 +90,20 @@ def make_state_folder(run_dir: Path, state_dir: str | None, *, mounts: Path = MO
             "or name another place in cluster.state_dir"
         ) from error
     return folder
+
+
+def refuse_another_ledger(run_dir: Path, folder: Path) -> None:
+    """Raises UserError where the run in `run_dir` has a ledger that does not lie in `folder`: without it nobody knows what was
+    done."""
+    found = run_dir / FILE_NAME
+    if not found.exists():
+        return
+    place = Path(os.path.realpath(found)).parent
+    if place != Path(os.path.realpath(folder)):
+        raise UserError(
+            f"the run's ledger lies in {place}, but by cluster.state_dir it would lie in {folder}: set cluster.state_dir to what "
+            f"it was, or move {FILE_NAME} and {JOURNAL_FOLDER}/ there and remove {found} where it is a link"
+        )
 
 
 def _mounts(lines: list[str]) -> Iterator[tuple[str, str]]:

@@ -39,10 +39,12 @@ def check_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
 
 
 def check_state_folder(run_dir: str | os.PathLike[str] | None, config: Config) -> None:
-    """Raises UserError where the ledger and the queue's journal would lie on a network file system. Makes nothing."""
-    from asyncrl.ledger.file_systems import state_folder
+    """Raises UserError where the ledger and the queue's journal would lie on a network file system, or a run there has them
+    elsewhere. Makes nothing."""
+    from asyncrl.ledger.file_systems import refuse_another_ledger, state_folder
 
-    state_folder(Path(run_dir or "runs").absolute(), config.cluster.state_dir)
+    folder = Path(run_dir or "runs").absolute()
+    refuse_another_ledger(folder, state_folder(folder, config.cluster.state_dir))
 
 
 def claim_run_dir(run_dir: str | os.PathLike[str] | None, config: Config) -> Path:

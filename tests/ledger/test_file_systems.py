@@ -80,10 +80,27 @@ def test_a_run_on_a_network_file_system_keeps_its_state_elsewhere_and_is_read_as
     assert not list(run_dir.glob("*-wal"))
 
 
-def test_a_ledger_that_lies_in_the_run_directory_is_not_hidden(tmp_path):
-    LedgerWriter(tmp_path / FILE_NAME).close()
-    with pytest.raises(UserError, match="is a ledger already"):
-        make_state_folder(tmp_path, str(tmp_path / "local"))
+@pytest.mark.parametrize(("before", "now"), [(None, "one"), ("one", None), ("one", "other")])
+def test_a_ledger_is_not_left_behind_where_another_state_dir_is_given(tmp_path, before, now):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    at = {None: None, "one": str(tmp_path / "one"), "other": str(tmp_path / "other")}
+    writer = LedgerWriter(make_state_folder(run_dir, at[before]) / FILE_NAME)
+    writer.close()
+    place = (run_dir / FILE_NAME).resolve().parent
+    with pytest.raises(UserError, match=f"the run's ledger lies in {place}, but by cluster.state_dir"):
+        make_state_folder(run_dir, at[now])
+    assert make_state_folder(run_dir, at[before]).resolve() == place
+
+
+def test_a_run_directory_that_was_moved_is_told_where_its_ledger_lies(tmp_path):
+    run_dir, state_dir = tmp_path / "run", str(tmp_path / "local")
+    run_dir.mkdir()
+    LedgerWriter(make_state_folder(run_dir, state_dir) / FILE_NAME).close()
+    moved = run_dir.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="the run's ledger lies in"):
+        make_state_folder(moved, state_dir)
+    assert read_samples(moved)["dispatched"] == 0
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
