@@ -34,7 +34,10 @@ def checkpoint_text(told: Mapping[str, Any]) -> str:
     """The newest one, and how many failed, as the trainer tells it."""
     newest, failed = told.get("checkpoint"), told.get("checkpoints_failed")
     text = "none" if newest is None else f"of step {newest}"
-    return f"{text}; {failed} failed, see logs/trainer-0.log" if failed else text
+    if not failed:
+        return text
+    why = told.get("checkpoint_error")
+    return f"{text}; {failed} failed, {f'the last of {why}' if why else 'see logs/trainer-0.log'}"
 
 
 def _change(figure: Mapping[str, Any], what: str) -> str | None:
@@ -69,4 +72,6 @@ def _sync(sync: Mapping[str, Any]) -> str | None:
     if pause is None:
         return None
     verified = "verified" if sync.get("verified") else "NOT verified"
+    if unanswered := sync.get("unanswered"):
+        verified += f" ({unanswered} times a server was lost before it could be compared)"
     return f"{sync['count']} updates, {verified}; a server paused {number(pause, 1)} ms for each (median)"

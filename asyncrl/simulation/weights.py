@@ -117,7 +117,7 @@ class SimulatedReceiver:
             raise DeadlineExceeded(f"{order.version} did not reach {self.name} within {order.timeout_seconds:g} s") from None
         self.live, self._digest = order.version, digest_of(order.checksums) if order.verify else None
         if not order.verify:
-            progress.unverified()
+            progress.unverified("unasked")
         self._sync.on_commit(self.name, order.version.version)
         return outcome
 

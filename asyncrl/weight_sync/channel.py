@@ -25,6 +25,7 @@ from asyncrl.weight_sync.slots import SlotMaps
 from asyncrl.weight_sync.wire import Checksums, Kind, check_reply, checksums_from_wire, checksums_to_wire, pack, unpack
 
 Carrier = Literal["shared_memory", "zeromq"]
+Unverified = Literal["differs", "failed", "unanswered", "unasked"]
 Answer = asyncio.Future[dict[str, Any]]
 BUCKETS_UNDERWAY = 4
 RESENDS = 3
@@ -64,11 +65,12 @@ class Outcome:
 @dataclass(frozen=True)
 class Progress:
     """Who hears of an update on its way. refused: so many slices arrived wrong and are sent again; transferred: the slots are not
-    needed any more; unverified: the version is live, or may be, and its digest was not found equal."""
+    needed any more; unverified: the version is live, or may be, and its digest was not found equal: it differs, the commit failed
+    half-way, no answer came (the server's process ended, or was too slow), or nobody asked."""
 
     refused: Callable[[int], None] = lambda count: None
     transferred: Callable[[], None] = lambda: None
-    unverified: Callable[[], None] = lambda: None
+    unverified: Callable[[Unverified], None] = lambda reason: None
 
 
 _NOBODY = Progress()
@@ -134,19 +136,21 @@ class ReceiverChannel:
         """Make the version live and compare its digest."""
         commit = self._send("COMMIT", order.version, kv_policy=order.kv_policy)
         digest = self._send("DIGEST", order.version) if order.verify else None
-        maybe_live = True
+        why: Unverified | None = "unanswered" if order.verify else "unasked"
         try:
             answer = await self._wait(commit, order.timeout_seconds)
-            maybe_live = answer.get("error") in (None, "failed")
+            if (error := answer.get("error")) is not None:
+                why = "failed" if error == "failed" else None
             report = _checked(answer)
             outcome.pause_seconds, outcome.recompute_seconds = report["pause_seconds"], report["recompute_seconds"]
             if digest is not None:
                 live = checksums_from_wire(_checked(await self._wait(digest, order.timeout_seconds))["checksums"])
+                why = "differs"
                 _compare(order, live)
-                outcome.verified = True
+                why, outcome.verified = None, True
         finally:
-            if maybe_live and not outcome.verified:
-                progress.unverified()
+            if why is not None:
+                progress.unverified(why)
 
     async def _transfer(self, order: Order, outcome: Outcome, progress: Progress) -> None:
         """Until the receiver holds every slice, checked."""

@@ -52,6 +52,8 @@ def test_status_says_which_checkpoint_is_the_newest_and_how_many_failed(tmp_path
     words = "of step 120; 2 failed, see logs/trainer-0.log"
     with live_run(tmp_path / "live", {"status": lambda: {**STATUS, "services": [trainer]}}) as run:
         assert f"checkpoint: {words}" in asyncrl("status", run).out
+    why = {**told, "checkpoint_error": "step 130: no room"}
+    assert "2 failed, the last of step 130: no room" in asyncrl("status", ended_run(tmp_path / "why", checkpoints=why)).out
     assert words in asyncrl("status", ended_run(tmp_path / "ended", checkpoints=told)).out
 
 

@@ -14,9 +14,9 @@ from asyncrl.services.parameter_sync.stats import REMEMBERED, Spread, SyncStats
 A = "inference/0"
 
 
-def bring(stats: SyncStats, incarnation: int, version: int) -> None:
+def bring(stats: SyncStats, incarnation: int, version: int, *, server: str = A) -> None:
     stats.published(PolicyVersion(incarnation, version))
-    stats.confirmed(PolicyVersion(incarnation, version), server=A, pause_ms=1.5, transfer_ms=20.0, bytes=1000)
+    stats.confirmed(PolicyVersion(incarnation, version), server=server, pause_ms=1.5, transfer_ms=20.0, bytes=1000)
 
 
 def test_figures_go_on_in_a_new_process(tmp_path):
@@ -35,13 +35,32 @@ def test_figures_go_on_in_a_new_process(tmp_path):
     assert (summary["refused_slices"], summary["failed_updates"]) == (2, 1)
 
 
-def test_what_was_live_unverified_stays_so_whoever_counts_next(tmp_path):
+@pytest.mark.parametrize("reason", ["differs", "failed", "unasked"])
+def test_what_was_live_unverified_stays_so_whoever_counts_next(tmp_path, reason):
     stats = SyncStats(tmp_path / "sync.jsonl")
     bring(stats, 1, 0)
-    stats.unverified(PolicyVersion(1, 1), server=A)
+    stats.unverified(PolicyVersion(1, 1), server=A, reason=reason)
     again = SyncStats(tmp_path / "sync.jsonl")
     bring(again, 1, 1)
-    assert again.summary()["verified"] is False
+    assert (again.summary()["verified"], again.summary()["unanswered"]) == (False, 0)
+
+
+def test_a_comparison_that_no_answer_came_to_counts_apart_and_is_open_until_that_server_confirms(tmp_path):
+    stats = SyncStats(tmp_path / "sync.jsonl")
+    bring(stats, 1, 0)
+    stats.unverified(PolicyVersion(1, 1), server=A, reason="unanswered")
+    again = SyncStats(tmp_path / "sync.jsonl")
+    bring(again, 1, 1, server="inference/1")
+    assert (again.summary()["verified"], again.summary()["unanswered"]) == (False, 1), "another server says nothing of it"
+    bring(again, 1, 2)
+    assert (again.summary()["verified"], again.summary()["unanswered"]) == (True, 1)
+
+
+def test_a_line_that_gives_no_reason_is_taken_for_the_worst(tmp_path):
+    (tmp_path / "sync.jsonl").write_text('{"event":"unverified","version":"1.1","server":"inference/0"}\n')
+    stats = SyncStats(tmp_path / "sync.jsonl")
+    bring(stats, 1, 0)
+    assert stats.summary()["verified"] is False
 
 
 def test_a_torn_last_line_costs_itself_alone(tmp_path):

@@ -292,7 +292,7 @@ class ParameterSyncService:
         """What is live there is not what was published, or nobody has looked yet (None): it is sent again."""
         if digest is not None and line.wrong != (version, digest):
             line.wrong = version, digest
-            self._stats.unverified(version, server=name)
+            self._stats.unverified(version, server=name, reason="differs")
 
     def _digest(self, version: int) -> str:
         """Of a version that lies in a slot, as its publisher took it."""
@@ -314,7 +314,7 @@ class ParameterSyncService:
         progress = Progress(
             refused=lambda count: self._on_refused(transfer, count),
             transferred=lambda: self._on_transferred(transfer),
-            unverified=lambda: self._stats.unverified(transfer.version, server=transfer.server),
+            unverified=lambda reason: self._stats.unverified(transfer.version, server=transfer.server, reason=reason),
         )
         line.update = asyncio.create_task(line.channel.update(self._order(transfer, line), progress))
         try:

@@ -2,6 +2,10 @@
 
 Every event is a line of `sync.jsonl` first, so that the figures are those of the whole run, however often its ParameterSync was
 started again: {"event": "published" | "confirmed" | "adopted" | "unverified" | "refused" | "failed", "version": "1.7", …}.
+
+`verified` is what comparisons said. A digest that differed, or that nobody asked for, makes it false for good. A server that made
+a version live, or may have, and gave no digest (it was killed then, or too slow) takes no traffic until it has confirmed one:
+`unanswered` counts that apart, and `verified` is false as long as it has confirmed nothing since.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import orjson
 
 from asyncrl.protocols.weights import PolicyVersion
 from asyncrl.services.json_lines import keep_lines, read_lines
+from asyncrl.weight_sync.channel import Unverified
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +45,8 @@ class SyncStats:
         self._newest = PolicyVersion(0, 0)  # that a server confirmed, a first one included
         self._pauses_ms, self._transfers_ms = Spread(), Spread()
         self._num_bytes = 0
-        self._num_unverified = 0
+        self._num_wrong = self._num_unanswered = 0
+        self._silent: set[str] = set()  # servers that left a comparison unanswered, and have confirmed nothing since
         self._latest: dict[str, float] = {}
         self._refused_slices = 0
         self._failed_updates = 0
@@ -61,12 +67,11 @@ class SyncStats:
         """A server was found to hold `version` live, which an earlier process of this service had brought there."""
         self._note("adopted", version, server=server)
         if not verified:
-            self.unverified(version, server=server)
+            self.unverified(version, server=server, reason="unasked")
 
-    def unverified(self, version: PolicyVersion, *, server: str) -> None:
-        """A server made a version live, or may have, whose digest was not found to be the publisher's: `verified` is false from
-        now on."""
-        self._note("unverified", version, server=server)
+    def unverified(self, version: PolicyVersion, *, server: str, reason: Unverified) -> None:
+        """A server made a version live, or may have, whose digest was not found to be the publisher's."""
+        self._note("unverified", version, server=server, reason=reason)
 
     def refused(self, version: PolicyVersion, *, server: str, slices: int) -> None:
         """So many slices arrived wrong, and are sent again."""
@@ -91,7 +96,8 @@ class SyncStats:
             "transfer_ms": {"p50": self._transfers_ms.quantile(0.5), "p99": self._transfers_ms.quantile(0.99)},
             "bytes": self._num_bytes,
             "skipped": self._num_skipped + sum(not sure and v < self._newest for v, sure in self._is_confirmed.items()),
-            "verified": bool(self._first) and self._num_unverified == 0,
+            "verified": bool(self._first) and not self._num_wrong and not self._silent,
+            "unanswered": self._num_unanswered,
             "refused_slices": self._refused_slices,
             "failed_updates": self._failed_updates,
         }
@@ -112,6 +118,7 @@ class SyncStats:
         counts = self._first.get(version.incarnation) != version.version
         if line["event"] in ("confirmed", "adopted"):
             self._newest = max(self._newest, version)
+            self._silent.discard(line["server"])
         match line["event"]:
             case "published" if version.incarnation not in self._first:
                 self._first[version.incarnation] = version.version
@@ -122,8 +129,11 @@ class SyncStats:
                 self._count_version(version, confirmed=True)
             case "confirmed" if counts:
                 self._count_confirmation(version, line)
+            case "unverified" if line.get("reason") == "unanswered":
+                self._num_unanswered += 1
+                self._silent.add(line["server"])
             case "unverified":
-                self._num_unverified += 1
+                self._num_wrong += 1
             case "refused":
                 self._refused_slices += line["slices"]
             case "failed":

@@ -35,9 +35,11 @@ def empty_summary(config: Config) -> dict[str, Any]:
             "bytes": 0,
             "skipped": 0,
             "verified": False,
+            "unanswered": 0,
         },
         "idle": {"trainer": None, "rollouter": None, "reward": None},
         "queue": {"capacity": config.queue.capacity, "max_depth": 0, "blocked_s": 0.0, "topics": {}},
+        "restarts": 0,
         "mlflow_run_id": None,
         "exit_code": 1,
     }
@@ -55,13 +57,15 @@ def build_summary(
     exit_code: int,
     first_step_wall: float | None = None,
     resume: Resume | None = None,
+    restarts: int = 0,
 ) -> dict[str, Any]:
     """Lay the services' parts over an empty summary, key by key; a service that died leaves the empty values of its keys.
 
     parts: row name to that service's `summary()`; exit_code: of the command that ran it. Wall times are this launch's, and
     `first_step_s` is of its first step, whichever trainer process made it: the earliest of `first_step_wall`, when the supervisor
     heard of a step first, and `first_step_time`, which the present trainer says. resume: what a resumed launch goes on from,
-    which adds `launches` and `total_wall_s`, without the time that is lost with what came after that checkpoint.
+    which adds `launches` and `total_wall_s`: of all of them, but for what the one before took after that checkpoint. restarts:
+    how often processes were started again in this launch.
     """
     summary = empty_summary(config)
     first_steps = [first_step_wall]
@@ -72,7 +76,7 @@ def build_summary(
     if known := [wall for wall in first_steps if wall is not None]:
         summary["first_step_s"] = round(min(known) - started_wall, 2)
     wall_s = round(ended_wall - started_wall, 2)
-    summary.update(status=status, error=error, wall_s=wall_s, mlflow_run_id=mlflow_run_id, exit_code=exit_code)
+    summary.update(status=status, error=error, wall_s=wall_s, mlflow_run_id=mlflow_run_id, exit_code=exit_code, restarts=restarts)
     if resume is not None:
         summary.update(launches=resume.launches, total_wall_s=round(resume.wall_s + wall_s, 2))
     return summary
