@@ -45,27 +45,34 @@ class Export:
     compared_logits: int | None
 
 
-def export_model(checkpoint: CheckpointInfo, to: Path, *, dtype: str | None = None, test: bool = False) -> Export:
+def export_model(
+    checkpoint: CheckpointInfo, to: Path, *, dtype: str | None = None, test: bool = False, trust_remote_code: bool = False
+) -> Export:
     """Write `checkpoint` to the folder `to`, which must be new or empty; dtype: None is the model.dtype of its run.
 
     test: load what was written with transformers, and hold weights and logits against the checkpoint's, bit for bit.
+    trust_remote_code: run the code that the model of the checkpoint comes with. That its run did is no leave to: the checkpoint
+    may be another's.
 
     Raises UserError for a target that is taken or a dtype that is none, CheckpointError for a checkpoint that cannot be read, a
     disk that refuses, or a test that fails; `to` is as it was then.
     """
-    settings = checkpoint.state["config"]["model"]
-    dtype, to = dtype or settings["dtype"], to.expanduser().absolute()
+    dtype, to = dtype or _of_model(checkpoint, "dtype"), to.expanduser().absolute()
     if dtype not in DTYPES:
         raise UserError(f"--dtype is {dtype}, but must be {', '.join(DTYPES)}")
     _refuse_taken(to)
-    trust = bool(settings["trust_remote_code"])
+    if _of_model(checkpoint, "trust_remote_code") and not trust_remote_code:
+        raise UserError(
+            f"the model of {checkpoint.folder} comes with code of its own (model.trust_remote_code), which an export runs: add "
+            "--trust-remote-code where you trust its author"
+        )
     with _quiet():
-        model = _read_model(checkpoint, trust_remote_code=trust)
+        model = _read_model(checkpoint, trust_remote_code=trust_remote_code)
         _cast(model, dict.fromkeys(dict(model.named_parameters()), DTYPES[dtype]))
         aside = to.with_name(f".{to.name}.writing")
         try:
             _write(model, checkpoint.folder / "model", aside)
-            compared = _test(model, aside, checkpoint, DTYPES[dtype], trust_remote_code=trust) if test else None
+            compared = _test(model, aside, checkpoint, DTYPES[dtype], trust_remote_code=trust_remote_code) if test else None
             sync_tree(aside)
             aside.replace(to)
             sync(to.parent)
@@ -82,6 +89,16 @@ def export_model(checkpoint: CheckpointInfo, to: Path, *, dtype: str | None = No
         bytes=sum(file.stat().st_size for file in to.glob(WEIGHTS)),
         compared_logits=compared,
     )
+
+
+def _of_model(checkpoint: CheckpointInfo, name: str) -> Any:
+    """What the run's configuration says of its model. Raises CheckpointError."""
+    model = checkpoint.state["config"].get("model")
+    if not isinstance(model, dict) or name not in model:
+        raise CheckpointError(
+            f"a checkpoint holds the configuration of its run, and {checkpoint.folder} has no model.{name}: use another one"
+        )
+    return model[name]
 
 
 def _refuse_taken(to: Path) -> None:

@@ -144,12 +144,15 @@ def export(
     test: Annotated[
         bool, typer.Option("--test", help="Load it with transformers and compare weights and logits, bit for bit.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model comes with, where its run did.")
+    ] = False,
     json: AsJson = False,
 ) -> int:
     """Write the weights of a checkpoint as a folder that transformers and SGLang load, with configuration and tokenizer."""
     from asyncrl.cli.export import export
 
-    return export(source, to, dtype=dtype, test=test, as_json=json)
+    return export(source, to, dtype=dtype, test=test, trust_remote_code=trust_remote_code, as_json=json)
 
 
 @app.command(short_help="Serve a model with the embedded engine.")

@@ -10,12 +10,12 @@ from asyncrl.cli.words import count, print_json, size
 from asyncrl.errors import UserError
 
 
-def export(source: Path, to: Path, *, dtype: str | None, test: bool, as_json: bool) -> int:
+def export(source: Path, to: Path, *, dtype: str | None, test: bool, trust_remote_code: bool, as_json: bool) -> int:
     """source: a run directory, whose newest complete checkpoint is taken, or a checkpoint."""
     checkpoint = find_checkpoint(source)
     from asyncrl.checkpoint.export import export_model
 
-    done = export_model(checkpoint, to, dtype=dtype, test=test)
+    done = export_model(checkpoint, to, dtype=dtype, test=test, trust_remote_code=trust_remote_code)
     if as_json:
         print_json(
             {

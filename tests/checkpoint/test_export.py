@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,17 @@ def test_a_taken_target_is_refused_and_left_alone(tied, tmp_path):
     with pytest.raises(UserError, match="--dtype is int8"):
         export_model(tied[0], tmp_path / "out", dtype="int8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]
+
+
+def test_code_that_a_model_comes_with_is_run_where_the_exporter_says_so_and_not_where_the_checkpoint_does(tied, tmp_path):
+    state = {**tied[0].state, "config": {"model": {"dtype": "float32", "trust_remote_code": True}}}
+    another = replace(tied[0], state=state)
+    with pytest.raises(UserError, match=r"comes with code of its own .* add --trust-remote-code where you trust its author"):
+        export_model(another, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    export_model(another, tmp_path / "out", trust_remote_code=True)
+    with pytest.raises(CheckpointError, match=r"has no model\.dtype: use another one"):
+        export_model(replace(tied[0], state={**tied[0].state, "config": {}}), tmp_path / "other")
 
 
 def test_an_empty_target_is_taken(tied, tmp_path):
