@@ -52,7 +52,7 @@ class WeightPublisher(Protocol):
         sync/version_lag), read without a remote call; empty before the first."""
 
     def wait_confirmed(self, version: int, timeout: float) -> bool:
-        """Until every server that takes traffic has confirmed `version`; False when `timeout` seconds pass."""
+        """Until every server, stale ones included, has confirmed `version`; False when `timeout` seconds pass."""
 
     def close(self) -> None:
         """Remove the slots."""

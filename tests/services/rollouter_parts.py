@@ -66,9 +66,9 @@ class SetFleet:
         self._changed = asyncio.Event()
         self.view = FleetView(0, 1, None, None, (ServerView("inference/0", "", "STARTING", None),))
 
-    def show(self, confirmed: int | None, state: str = "READY") -> None:
+    def show(self, confirmed: int | None, state: str = "READY", others: tuple[ServerView, ...] = ()) -> None:
         server = ServerView("inference/0", "", state, confirmed)
-        self.view = FleetView(self.view.seq + 1, 1, confirmed, confirmed, (server,))
+        self.view = FleetView(self.view.seq + 1, 1, confirmed, confirmed, (server, *others))
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -199,9 +199,9 @@ def test_a_stale_server_that_confirms_less_than_the_fleet_has_stays_out():
     publish(fleet, 2)
     bring(fleet, A)
     fleet.confirm(late, 0.0)
-    assert (fleet.state_of(B), fleet.confirmed) == ("STALE", 2)
+    assert (fleet.state_of(B), fleet.confirmed, fleet.is_confirmed(2)) == ("STALE", 2, False)
     bring(fleet, B)
-    assert (fleet.state_of(B), fleet.confirmed) == ("READY", 2)
+    assert (fleet.state_of(B), fleet.confirmed, fleet.is_confirmed(2)) == ("READY", 2, True)
 
 
 def test_a_silent_server_is_dead_and_stale_when_it_is_heard_again():

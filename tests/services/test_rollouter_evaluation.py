@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from asyncrl.errors import DeadlineExceeded
+from asyncrl.protocols.weights import ServerView
 from asyncrl.services.rollouter.evaluation import samples_in_turn
 from asyncrl.services.rollouter.generation import Places
 from asyncrl.simulation.loop import run_virtual
@@ -73,6 +74,42 @@ async def test_the_last_evaluation_waits_until_the_servers_have_the_last_version
         last = bench.rollouter.summary()["eval"]["history"][-1]
         assert (last["step"], last["version_min"], last["version_max"]) == (2, 2, 2)
         assert bench.rollouter.summary()["eval"]["last"] == 1.0
+
+
+async def two_steps_with_a_stale_server(bench):
+    """Training is over at version 2, which one server has and the other has not; the moment."""
+    stale = ServerView("inference/1", "", "STALE", 1)
+    bench.fleet.show(0)
+    await bench.settle()
+    for _ in range(2):
+        await bench.take_step()
+        await bench.settle()
+    bench.fleet.show(2, others=(stale,))
+    await bench.ledger.finish_training(2)
+    over = bench.clock.now()
+    await bench.settle()
+    assert [record["occasion"] for record in bench.rollouter.summary()["eval"]["history"]] == ["first"]
+    return over
+
+
+@in_virtual_time
+async def test_the_last_evaluation_waits_for_a_stale_server_too():
+    async with bench_of(training={"steps": 2}) as bench:
+        await two_steps_with_a_stale_server(bench)
+        bench.fleet.show(2, others=(ServerView("inference/1", "", "READY", 2),))
+        began = bench.clock.now()
+        await bench.running
+        assert bench.rollouter.summary()["eval"]["last"] == 1.0
+        assert bench.clock.now() - began < 30
+
+
+@in_virtual_time
+async def test_a_server_that_stays_stale_is_left_out_of_the_last_evaluation_by_a_deadline():
+    async with bench_of(training={"steps": 2}) as bench:
+        over = await two_steps_with_a_stale_server(bench)
+        await bench.running
+        assert bench.rollouter.summary()["eval"]["last"] == 1.0
+        assert 120 <= bench.clock.now() - over < 130  # twice sync.timeout_seconds
 
 
 @in_virtual_time

@@ -337,9 +337,9 @@ class FleetState:
         return self._servers[name].reason
 
     def is_confirmed(self, version: int) -> bool:
-        """Whether every server that takes traffic, and there is one, has at least `version`."""
-        confirmed = self.confirmed
-        return confirmed is not None and confirmed >= version
+        """Whether every server, and there is one, takes traffic with at least `version`."""
+        servers = self._servers.values()
+        return bool(servers) and all(s.in_traffic and s.confirmed is not None and s.confirmed.version >= version for s in servers)
 
     def view(self) -> FleetView:
         """The fleet now; `seq` grows whenever anything in it changed since the view before."""

@@ -208,12 +208,12 @@ class ParameterSyncService:
             raise NotRegistered(f"rank {rank} of the trainer has not registered here")
 
     async def wait_confirmed(self, incarnation: int, version: int, patience: float) -> bool:
-        """Until every server that takes traffic confirmed `version`; False after `patience` seconds."""
+        """Until every server, stale ones included, confirmed `version`; False after `patience` seconds."""
         self._fleet.check_registered(incarnation)
         return await self._until(lambda: self.is_confirmed(incarnation, version), patience)
 
     def is_confirmed(self, incarnation: int, version: int) -> bool:
-        """Whether every server that takes traffic, and there is one, confirmed `version` now."""
+        """Whether every server, and there is one, confirmed `version` now."""
         self._fleet.check_incarnation(incarnation)
         return self._fleet.is_confirmed(version)
 

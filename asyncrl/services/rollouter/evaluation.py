@@ -58,7 +58,7 @@ def samples_in_turn(num_prompts: int, samples: int) -> list[int]:
 
 class Evaluator:
     """Runs evaluations, one at a time. `room()`: places that no rollout waits for; `confirmed()`: the version that every server
-    taking traffic has confirmed."""
+    taking traffic has confirmed; `behind(version)`: servers that have not confirmed it, those without traffic included."""
 
     def __init__(
         self,
@@ -68,12 +68,14 @@ class Evaluator:
         places: Places,
         room: Callable[[], int],
         confirmed: Callable[[], int | None],
+        behind: Callable[[int], list[str]],
         finished_steps: Callable[[], int],
         pulse: Pulse,
         clock: Clock,
     ):
         self._config, self._parts = config, parts
-        self._places, self._room, self._confirmed, self._finished_steps = places, room, confirmed, finished_steps
+        self._places, self._room, self._confirmed, self._behind = places, room, confirmed, behind
+        self._finished_steps = finished_steps
         self._pulse, self._clock = pulse, clock
         self._one_at_a_time = asyncio.Lock()
         self._number = 0
@@ -98,17 +100,21 @@ class Evaluator:
                 await self._pulse.wait(LOOK_AGAIN_SECONDS)
 
     async def evaluate_last(self, final_version: int | None) -> None:
-        """Once every server that takes traffic has confirmed the last version; without that, by a deadline, there is none. One of
-        an earlier life, of this version, stands."""
+        """Once every server has confirmed the last version. By a deadline it goes to those that have, if all that take traffic
+        are among them; else there is none. One of an earlier life, of this version, stands."""
         last = self.history.newest("last")
         if last is not None and (last.step, last.version_min) == (self._finished_steps(), final_version):
             return
         deadline = CONFIRM_TIMEOUTS * self._config.sync.timeout_seconds
         ends = self._clock.now() + deadline
-        while final_version is not None and (self._confirmed() or 0) < final_version:
+        while final_version is not None and (behind := self._behind(final_version)):
             if self._clock.now() >= ends:
-                log.error("no last evaluation: after %.0f s not every server has confirmed version %d", deadline, final_version)
-                return
+                names, confirmed = ", ".join(behind), self._confirmed()
+                if confirmed is None or confirmed < final_version:
+                    log.error("no last evaluation: after %.0f s %s had not confirmed version %d", deadline, names, final_version)
+                    return
+                log.warning("the last evaluation leaves out %s: not at version %d after %.0f s", names, final_version, deadline)
+                break
             await self._pulse.wait(LOOK_AGAIN_SECONDS)
         await self._evaluate("last")
 

@@ -32,7 +32,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data import TableSource, check_longest_prompts
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Trajectory
-from asyncrl.protocols import FleetView, LedgerEvents, PromptSource
+from asyncrl.protocols import FleetView, LedgerEvents, PromptSource, ServerView
 from asyncrl.services.kept_figures import KeptFigures
 from asyncrl.services.rollouter.admission import Admission, Standing
 from asyncrl.services.rollouter.evaluation import Evaluator, is_evaluation
@@ -69,6 +69,7 @@ class Rollouter:
         self._places = Places(config.rollout.max_concurrent, self._places_changed)
         self._groups = GroupTable(config.rollout.group_size)
         self._confirmed: int | None = None  # by every server that takes traffic; None while none does
+        self._servers: tuple[ServerView, ...] = ()
         self._events = LedgerEvents(seq=0, ended=(), finished_steps=0)
         self._stop_asked = False
         self._parts: RollouterParts
@@ -214,7 +215,7 @@ class Rollouter:
             except DeadlineExceeded as error:
                 log.warning("ParameterSync is silent: %s", error)
                 continue
-            seq, self._confirmed = view.seq, _confirmed_by(view)
+            seq, self._confirmed, self._servers = view.seq, _confirmed_by(view), view.servers
             self._parts.on_fleet(view)
             self._pulse.beat()
 
@@ -239,6 +240,11 @@ class Rollouter:
             if self._confirmed is not None:
                 metrics["rollouter/confirmed_version"] = float(self._confirmed)
             self._parts.tracker.log("rollouter", number, metrics)
+
+    def _behind(self, version: int) -> list[str]:
+        """Servers that have not confirmed this version, those that take no traffic included."""
+        behind = [each for each in self._servers if not each.takes_traffic or each.version is None or each.version < version]
+        return [each.name for each in behind] if self._servers else ["every server"]
 
     @property
     def _over(self) -> bool:
@@ -288,6 +294,7 @@ class Rollouter:
                 places=self._places,
                 room=lambda: self._admission.room_for_evaluation,
                 confirmed=lambda: self._confirmed,
+                behind=self._behind,
                 finished_steps=lambda: self._events.finished_steps,
                 pulse=self._pulse,
                 clock=self._clock,
