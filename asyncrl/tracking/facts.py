@@ -28,9 +28,10 @@ def name_of(text: str) -> str:
 
 
 def tags(folder: Path) -> dict[str, str]:
-    """Versions of the packages that matter, and the git commit of `folder`, if it lies in a repository."""
+    """Versions of the packages that matter, and the git commit of `folder`, or where that lies in no repository of asyncrl's own
+    code, if it does."""
     found = {f"version.{package}": version for package in VERSIONED if (version := _version(package)) is not None}
-    commit = _git_commit(folder)
+    commit = _git_commit(folder) or _git_commit(Path(__file__).parent)
     return {**found, "mlflow.source.git.commit": commit} if commit else found
 
 

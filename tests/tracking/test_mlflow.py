@@ -8,11 +8,12 @@ import sqlite3
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from asyncrl.errors import UserError
-from asyncrl.tracking import mlflow_tracker
+from asyncrl.tracking import facts, mlflow_tracker
 from asyncrl.tracking.facts import flattened, name_of, tags
 from asyncrl.tracking.mlflow_tracker import MlflowTracker
 from asyncrl.tracking.replay import main as replay_main
@@ -214,9 +215,18 @@ def test_a_configuration_becomes_parameters():
     assert name_of("reward/größe (m)") == "reward/gr__e _m_"
 
 
-def test_tags_name_versions_and_the_commit(tmp_path):
+def commit_of(folder):
+    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def test_tags_name_versions_and_the_commit_of_the_folder_or_else_of_asyncrl(tmp_path):
     assert {"version.asyncrl", "version.torch"} <= tags(tmp_path).keys()
-    assert "mlflow.source.git.commit" not in tags(tmp_path)
+    assert tags(tmp_path).get("mlflow.source.git.commit") == commit_of(Path(facts.__file__).parent)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run([*git, *command], check=True)
+    assert tags(tmp_path)["mlflow.source.git.commit"] == commit_of(tmp_path) != commit_of(Path(facts.__file__).parent)
 
 
 def test_a_relative_database_means_the_directory_of_the_launch(tmp_path, monkeypatch):
