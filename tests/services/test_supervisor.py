@@ -166,6 +166,20 @@ def test_a_server_that_takes_no_traffic_is_shown_so_and_why():
     assert with_the_fleets_word(serving) == serving
 
 
+async def test_what_is_not_up_by_the_deadline_is_named_and_ends_the_run(config, tmp_path):
+    class Stuck(FakeRuntime):
+        async def start(self, row):
+            if row.name in ("reward/0", "inference/0"):
+                await asyncio.Event().wait()
+            return await super().start(row)
+
+    soon = config.model_copy(update={"cluster": config.cluster.model_copy(update={"start_timeout_seconds": 0.5})})
+    runtime = Stuck({})
+    summary = await supervisor_of(soon, tmp_path / "run", runtime).supervise()
+    assert (summary["status"], summary["exit_code"], runtime.closed) == ("failed", 1, True)
+    assert "(cluster.start_timeout_seconds): inference/0, reward/0; read their files under logs/" in summary["error"]
+
+
 @pytest.mark.parametrize(
     "name", ["rollouter", "message_queue", "parameter_sync", "reward", "reward/0", "trainer/0", "inference/0"]
 )

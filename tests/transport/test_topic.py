@@ -374,6 +374,17 @@ def test_a_second_copy_is_dropped_while_the_first_is_unsettled_and_when_its_grou
     assert (result.duplicates, result.accepted) == (1, [])
 
 
+def test_throughput_is_what_was_accepted_since_the_first_acceptance():
+    topic = topic_of(items=8)
+    topic.open_sender(b"a", "ann", 0.0)
+    assert (topic.stats(5.0).accepted_per_second, topic.stats(5.0).bytes_per_second) == (0.0, 0.0)
+    topic.announce(b"a", 0, [2, 2, 2, 2], 10.0)
+    topic.grant(10.0)
+    topic.accept(b"a", 0, [Incoming("m0", "g", b"xx")], 10.0, is_ended=not_ended)
+    topic.accept(b"a", 1, [Incoming(f"m{number}", "g", b"xx") for number in (1, 2, 3)], 11.0, is_ended=not_ended)
+    assert (topic.stats(12.0).accepted_per_second, topic.stats(12.0).bytes_per_second) == (2.0, 4.0)
+
+
 def test_blocked_seconds_count_the_time_without_credit():
     topic = topic_of(items=1)
     topic.open_sender(b"a", "ann", 0.0)

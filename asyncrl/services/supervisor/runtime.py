@@ -118,6 +118,8 @@ def with_the_fleets_word(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     said = []
     for row in rows:
         state = states.get(row["name"])
-        out = state in ("STALE", "DEAD") and row["state"] == "serving"
-        said.append({**row, "state": state.lower(), "reason": reasons.get(row["name"], "")} if out else dict(row))
+        if state in ("STALE", "DEAD") and row["state"] == "serving":
+            said.append({**row, "state": state.lower(), "reason": reasons.get(row["name"], "")})
+        else:
+            said.append(dict(row))
     return said
