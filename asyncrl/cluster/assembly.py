@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 CLOCK = SystemClock()
 EVALUATIONS_SECONDS = 5.0  # of the supervisor's answer to the trainer, which keeps its best checkpoint by it
+MARGIN_SECONDS = 60.0  # of a batch of samples, beyond its calls and the start of a process that makes them
 BUILTIN_SEED = 0  # built-in models are the same for every run, whatever the run's seed
 
 
@@ -87,6 +88,7 @@ def _parameter_sync(spec: RunSpec, row: Row, life: Life) -> Service:
         bucket_bytes=bucket_bytes(sync.bucket_megabytes, throttle),
         bytes_per_second=throttle * 1e6 if throttle is not None else None,
         timeout_seconds=sync.timeout_seconds,
+        silence_seconds=sync.silence_seconds,
     )
     return ParameterSyncService(settings, connect=ReceiverChannel, clock=CLOCK, record=Path(spec.run_dir) / "sync.jsonl")
 
@@ -107,6 +109,7 @@ def _inference(spec: RunSpec, row: Row, life: Life) -> Service:
         tokenizer=config.model.tokenizer,
         trust_remote_code=config.model.trust_remote_code,
         batch_invariant="auto" if wanted == "auto" and config.rollout.max_staleness == 0 else wanted == "always",
+        commit_seconds=config.sync.timeout_seconds,
     )
     return InferenceServer(row.name, model_folder(config.model.path), options, make_receiver=WeightReceiver)
 
@@ -149,6 +152,8 @@ def _trainer(spec: RunSpec, row: Row, life: Life) -> Service:
         clock=CLOCK,
         incarnation=life.incarnation,
         resume=read_checkpoint(Path(life.checkpoint)) if life.checkpoint is not None else None,
+        launched=life.launched,
+        earlier_seconds=life.earlier_s,
     )
 
 
@@ -251,6 +256,9 @@ def _reward_front(spec: RunSpec, row: Row, life: Life) -> Service:
         num_functions=len(config.reward.functions),
         max_worker_deaths=config.reward.max_worker_deaths,
         max_failed_groups=config.reward.max_failed_groups,
+        silence_seconds=config.queue.lease_seconds,
+        away_seconds=_away_seconds(config),
+        margin_seconds=config.cluster.start_timeout_seconds + MARGIN_SECONDS,
         clock=CLOCK,
     )
 
@@ -292,6 +300,7 @@ def _reward_worker(spec: RunSpec, index: int) -> Service:
         limit_seconds=reward.timeout_seconds,
         concurrency=reward.concurrency,
         output=logs.log_path(Path(spec.run_dir), f"reward/{index}"),
+        load_seconds=config.cluster.start_timeout_seconds,
     )
     return RewardWorker(index, executor, concurrency=reward.concurrency, clock=CLOCK, silence_seconds=_away_seconds(config))
 

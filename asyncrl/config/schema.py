@@ -239,6 +239,9 @@ class SyncConfig(Section):
         None, gt=0, description="Throttle of the transfer to each server; null is full speed."
     )
     timeout_seconds: float = Field(60.0, gt=0, description="Deadline of each move of an update; a server past it is STALE.")
+    silence_seconds: float = Field(
+        10.0, gt=0, description="A server that answers nothing for this long is DEAD: no traffic until it answers and confirms."
+    )
 
 
 class CheckpointConfig(Section):
@@ -288,6 +291,9 @@ class ClusterConfig(Section):
         description="Local folder for the ledger and the queue's journal, which a network file system cannot keep; each run takes a folder of its own in it. null: the run directory.",
     )
     start_timeout_seconds: float = Field(120.0, gt=0, description="Every service must be up by then.")
+    silence_seconds: float = Field(
+        120.0, gt=0, description="A process that answers nothing for this long hangs: it is ended, and started again or named."
+    )
     stop_grace_seconds: float = Field(10.0, gt=0, description="Time a service has to end by itself before it is killed.")
     preemption_grace_seconds: float = Field(30.0, gt=0, description="After SIGTERM the run has saved and ended within this time.")
     max_restarts: Whole | None = Field(

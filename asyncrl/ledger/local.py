@@ -80,6 +80,11 @@ class LocalLedgerClient:
     async def restart(self, groups: Sequence[Dispatch]) -> None:
         await self._made(self.attempts.restart(groups))
 
+    async def sync(self) -> None:
+        await self._in_file()
+        if self._writer is not None:
+            self._writer.sync()
+
     async def checkpointed(self, step: int) -> None:
         if step > self.attempts.finished_steps:
             raise LedgerError(f"step {step} cannot be in a checkpoint: {self.attempts.finished_steps} steps are finished")

@@ -132,5 +132,8 @@ class LedgerClient(Protocol):
     async def restart(self, groups: Sequence[Dispatch]) -> None:
         """These returned groups passed admission again. Passed over: one that is queued or has ended by now."""
 
+    async def sync(self) -> None:
+        """What stands so far survives a power cut when this returns, whatever queue.durability is."""
+
     async def checkpointed(self, step: int) -> None:
         """A committed checkpoint holds the ends up to `step`: the queue need not keep those groups any longer."""

@@ -58,7 +58,8 @@ class Executor(Protocol):
 
 
 class FunctionExecutor:
-    """The real one. output: the file that takes what the functions print, and the trace of one that crashes its process."""
+    """The real one. output: the file that takes what the functions print, and the trace of one that crashes its process;
+    load_seconds: for a child process to load them."""
 
     def __init__(
         self,
@@ -68,7 +69,9 @@ class FunctionExecutor:
         limit_seconds: float,
         concurrency: int,
         output: Path | None = None,
+        load_seconds: float = 120.0,
     ):
+        self._load_seconds = load_seconds
         self._specs, self._weights, self._limit, self._concurrency = list(specs), list(weights), limit_seconds, concurrency
         self._names = component_names([spec.name for spec in specs])
         self._own: dict[int, RewardFunction] = {}
@@ -86,7 +89,8 @@ class FunctionExecutor:
         if not theirs:
             return
         self._child_index = {index: position for position, index in enumerate(theirs)}
-        self._nursery = Nursery([self._specs[index] for index in theirs], self._limit, self._output)
+        specs = [self._specs[index] for index in theirs]
+        self._nursery = Nursery(specs, self._limit, self._output, load_seconds=self._load_seconds)
         self._loaded = dict(zip(theirs, await self._nursery.first(), strict=True))
         self._serial = SerialLane(self._nursery, self._limit, self._counts)
         self._concurrent = ConcurrentLane(self._nursery, self._limit, self._concurrency, self._counts)

@@ -23,7 +23,6 @@ from asyncrl.rewards.function import FunctionSpec
 log = logging.getLogger(__name__)
 
 Role = Literal["serial", "concurrent"]
-READY_SECONDS = 120.0  # importing a user's module may load much
 END_SECONDS = 5.0
 POLL_SECONDS = 0.005
 
@@ -87,8 +86,11 @@ class Nursery:
     Children are spawned from the thread of the event loop, because the kernel ties their death to that thread's.
     """
 
-    def __init__(self, specs: Sequence[FunctionSpec], limit_seconds: float, output: Path | None = None):
-        self._output = output
+    def __init__(
+        self, specs: Sequence[FunctionSpec], limit_seconds: float, output: Path | None = None, *, load_seconds: float = 120.0
+    ):
+        """load_seconds: for a child to load the functions (importing a user's module may load much)."""
+        self._output, self._load_seconds = output, load_seconds
         self._hello = {
             "functions": [[spec.name, spec.source, spec.payload] for spec in specs],
             "limit_seconds": limit_seconds,
@@ -137,12 +139,13 @@ class Nursery:
         child = await self._spawn()
         child.send(self._hello)
         try:
-            async with asyncio.timeout(READY_SECONDS):
+            async with asyncio.timeout(self._load_seconds):
                 answer = await child.read()
         except TimeoutError:
             await self.discard(child)
             raise UserError(
-                f"loading the reward functions took more than {READY_SECONDS:.0f} s: import less in their module"
+                f"loading the reward functions took more than {self._load_seconds:.0f} s (cluster.start_timeout_seconds): import "
+                "less in their module, or raise that"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             how = await self.discard(child)

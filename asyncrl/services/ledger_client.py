@@ -84,6 +84,9 @@ class RpcLedgerClient:
     async def restart(self, groups: Sequence[Dispatch]) -> None:
         await self._call("ledger.restart", groups=_pack_dispatches(groups))
 
+    async def sync(self) -> None:
+        await self._call("ledger.sync")
+
     async def checkpointed(self, step: int) -> None:
         await self._call("ledger.checkpointed", step=step)
 
@@ -159,6 +162,7 @@ def ledger_handlers(ledger: LedgerClient, counts: Callable[[], Mapping[str, Any]
         "ledger.live": live,
         "ledger.resume_rollouter": resume_rollouter,
         "ledger.restart": restart,
+        "ledger.sync": ledger.sync,
         "ledger.checkpointed": ledger.checkpointed,
         "ledger.counts": counts,
     }

@@ -1,5 +1,6 @@
 """The ledger's file holds what happened, and leads back to the same states."""
 
+import shutil
 import sqlite3
 import time
 
@@ -34,6 +35,17 @@ def test_a_reader_sees_a_live_ledger_as_of_its_last_transaction(small_run):
     assert read_samples(run.run_dir) == told
     run.writer.flush()
     assert read_samples(run.run_dir) == samples(run.attempts)
+
+
+def test_what_was_synced_needs_no_log_of_the_database_that_a_power_cut_may_take(small_run, tmp_path):
+    run = small_run(1, moves=30)
+    run.writer.sync()
+    shutil.copyfile(run.run_dir / FILE_NAME, tmp_path / FILE_NAME)
+    assert read_ledger(tmp_path / FILE_NAME) == read_ledger(run.run_dir / FILE_NAME)
+    run.dispatch()
+    run.writer.flush()
+    shutil.copyfile(run.run_dir / FILE_NAME, tmp_path / "unsynced")
+    assert read_ledger(tmp_path / "unsynced") == read_ledger(tmp_path / FILE_NAME), "else this test shows nothing"
 
 
 def test_a_finished_run_is_read_from_a_directory_that_cannot_be_written(small_run):

@@ -197,6 +197,7 @@ async def test_what_is_said_again_is_no_error_and_changes_nothing(ledger):
         await client.end([End(id_of(1), "expired", "stale", reissue=True)])
     for _ in range(2):
         await client.finish_step(StepRecord(1, 0, (End(id_of(2), "trained"),)))
+        await client.sync()
         await client.checkpointed(1)
     for _ in range(2):
         await client.finish_training(1)

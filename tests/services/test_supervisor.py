@@ -125,7 +125,7 @@ def config() -> Config:
         "reward": {"functions": [{"function": "exact_match"}]},
         "training": {"steps": 10, "groups_per_step": 4},
         "rollout": {"max_response_tokens": 8, "max_prompt_tokens": 16},
-        "cluster": {"stop_grace_seconds": 0.5, "max_restarts": 0},
+        "cluster": {"stop_grace_seconds": 0.5, "max_restarts": 0, "silence_seconds": 0.06 * SILENT_QUESTIONS},
     }
     return load_mapping(values).config
 
@@ -134,7 +134,6 @@ def config() -> Config:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.services.supervisor.lives.SETTLE_SECONDS", 0.05)
     monkeypatch.setattr("asyncrl.services.supervisor.lives.CALL_SECONDS", 0.1)
-    monkeypatch.setattr("asyncrl.services.supervisor.hearing.SILENT_QUESTIONS", SILENT_QUESTIONS)
     monkeypatch.setattr(Hearing.__init__, "__kwdefaults__", {"answer_seconds": 0.05, "pause_seconds": 0.01})
 
 
@@ -327,7 +326,7 @@ def lives_after_the_first(runtime: FakeRuntime) -> dict[str, Life]:
 async def test_a_lost_row_is_started_again_where_it_was(config, tmp_path, name):
     runtime = FakeRuntime({"trainer/0": {"steps": 10}}, Mortal(name))
     summary = await supervisor_of(restarting(config, queue={"durability": "process"}), tmp_path, runtime).supervise()
-    assert summary["status"] == "finished"
+    assert (summary["status"], summary["restarts"]) == ("finished", 1)
     again = lives_after_the_first(runtime)
     assert again.keys() == {name}
     assert again[name].earlier["rpc"].startswith("tcp://127.0.0.1:")
@@ -350,6 +349,25 @@ async def test_a_lost_rank_sets_everybody_back_as_a_new_incarnation(config, tmp_
     assert list(again) == ["message_queue", "rollouter", "reward", "trainer/0"]
     assert {(life.incarnation, life.set_back_to, life.checkpoint) for life in again.values()} == {(2, 0, None)}
     assert json.loads((tmp_path / "run.json").read_text())["incarnation"] == 2
+
+
+async def test_a_checkpoint_that_cannot_be_read_when_the_trainer_is_lost_ends_the_run_with_that_sentence(config, tmp_path):
+    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000005" / "state.json").write_text('{"format": 9}')
+    runtime = FakeRuntime({}, Mortal("trainer/0"))
+    summary = await supervisor_of(restarting(config, checkpoint={"every": 5}), tmp_path, runtime).supervise()
+    assert summary["status"] == "failed"
+    assert summary["error"].startswith("this build reads checkpoints of format 1, and ")
+
+
+async def test_processes_are_told_when_the_launch_began_and_what_those_before_it_took(config, tmp_path):
+    resume = Resume(3, 0, None, launches=3, wall_s=100.0)
+    runtime, began = FakeRuntime({}, Mortal("trainer/0")), time.time()
+    settings = restarting(config, checkpoint={"every": 5})
+    await Supervisor(settings, tmp_path, "id", runtime, FakeMetrics(), SystemClock(), resume=resume).supervise()
+    assert len({life.launched for _, life in runtime.lives}) == 1
+    assert began <= runtime.lives[0][1].launched <= time.time()
+    assert {life.earlier_s for _, life in runtime.lives} == {100.0}
 
 
 async def test_the_first_step_is_the_launchs_whichever_trainer_made_it(config, tmp_path):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 
 from asyncrl.checkpoint import Checkpoints
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, LedgerError
 from asyncrl.services.trainer.figures import trained_tokens
 from asyncrl.services.trainer.tally import Tally
 from asyncrl.simulation.loop import VirtualClock
@@ -18,10 +21,10 @@ from tests.services.trainer_world import TrainerWorld, scored, virtual
 EVERY_TWO = {"every": 2, "keep": 10}
 
 
-def world_of(tmp_path, *, steps=6, save_seconds=0.2, checkpoint=EVERY_TWO, resume=None, **sections):
+def world_of(tmp_path, *, steps=6, save_seconds=0.2, checkpoint=EVERY_TWO, resume=None, times=None, **sections):
     training = {"steps": steps, "groups_per_step": 1, **sections.pop("training", {})}
     sections.setdefault("rollout", {"max_staleness": 9})
-    world = TrainerWorld(tmp_path, training=training, checkpoint=checkpoint, resume=resume, **sections)
+    world = TrainerWorld(tmp_path, training=training, checkpoint=checkpoint, resume=resume, times=times, **sections)
     world.engine.save_seconds = save_seconds
     return world
 
@@ -54,6 +57,40 @@ def test_every_so_many_steps_and_at_the_end_a_checkpoint_is_begun_and_committed_
         assert rows[3]["checkpoint/bytes"] > 0
         assert [row["checkpoint/failed"] for row in rows] == [0] * 5
         assert "checkpoint/seconds" in world.tracker.records[-1][2], "of the last one no later step can tell"
+
+    virtual(story())
+
+
+def test_what_a_checkpoint_is_gone_on_from_is_on_the_disk_before_it(tmp_path, monkeypatch):
+    synced, order = os.fsync, []
+
+    def fsync(handle):
+        order.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        synced(handle)
+
+    async def story():
+        world = world_of(tmp_path, steps=2)
+        world.ledger.at_sync = lambda: order.append(f"ledger, {len(steps_saved(tmp_path))} complete")
+        monkeypatch.setattr(os, "fsync", fsync)
+        await trained(world, range(2))
+
+    virtual(story())
+    assert {"batches.jsonl", "metrics.jsonl", "samples.jsonl"} < set(order[: order.index("ledger, 0 complete")])
+    assert "state.json" in order[order.index("ledger, 0 complete") :]
+
+
+def test_a_ledger_or_a_file_that_cannot_be_synced_costs_the_checkpoint_and_not_the_run(tmp_path, caplog):
+    def refuse():
+        raise LedgerError("the ledger in X cannot be written: free space")
+
+    async def story():
+        world = world_of(tmp_path, steps=2)
+        world.ledger.at_sync = refuse
+        await trained(world, range(2))
+        assert (steps_saved(tmp_path), world.service.summary()["steps"]) == ([], 2)
+        assert (
+            world.service.summary()["checkpoints"]["checkpoint_error"] == "step 2: the ledger in X cannot be written: free space"
+        )
 
     virtual(story())
 
@@ -103,6 +140,33 @@ def test_a_failed_checkpoint_is_said_counted_and_removed_and_the_run_goes_on(tmp
         assert [row["checkpoint/failed"] for row in world.lines("metrics")] == [0, 0, 0, 1, 1, 1]
         assert not [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")]
         assert len(world.lines("batches")) == 6
+
+    virtual(story())
+
+
+def test_what_failed_is_told_with_its_reason_and_counts_on_in_a_later_start(tmp_path):
+    async def story():
+        world = world_of(tmp_path, steps=4)
+        world.engine.save_failure = lambda folder: "the disk is full: make room" if "000002" in folder else ""
+        await trained(world, range(4))
+        told = {"checkpoint": 4, "checkpoints_failed": 1, "checkpoint_error": "step 2: the disk is full: make room"}
+        assert world.service.summary()["checkpoints"] == told
+        again = world_of(tmp_path, steps=4, resume=Checkpoints(tmp_path).newest_complete())
+        again.ledger.attempts.finished_steps = 4
+        await again.run()
+        assert again.service.summary()["checkpoints"] == {**told, "checkpoint_error": None}
+
+    virtual(story())
+
+
+def test_a_checkpoint_says_how_long_the_run_took_so_far_over_all_its_launches(tmp_path):
+    async def story():
+        clock = VirtualClock()
+        world = world_of(tmp_path, steps=4, times={"launched": clock.wall() - 30.0, "earlier_seconds": 500.0})
+        await trained(world, range(4))
+        first, last = Checkpoints(tmp_path).complete()
+        assert 532.0 <= first.state["wall_s"] <= 533.0
+        assert last.state["wall_s"] == pytest.approx(first.state["wall_s"] + 2.0, abs=0.5)
 
     virtual(story())
 
@@ -237,6 +301,20 @@ def test_checkpoints_after_the_one_that_is_resumed_are_of_another_future(tmp_pat
         await trained(world, [2])
         assert steps_saved(tmp_path) == [2, 3]
         assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
+
+    virtual(story())
+
+
+def test_a_start_from_nothing_leaves_no_later_checkpoint_that_a_next_one_would_take(tmp_path):
+    async def story():
+        await trained(world_of(tmp_path, steps=6), range(6))
+        (tmp_path / "checkpoints" / "step_000006" / "state.json").unlink()  # damaged: it was passed over
+        for step in (2, 4):
+            shutil.rmtree(tmp_path / "checkpoints" / f"step_{step:06d}")
+        world = world_of(tmp_path, steps=1, checkpoint={"every": 100})
+        await trained(world, [0])
+        assert steps_saved(tmp_path) == [1]
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
 
     virtual(story())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,11 @@ class NotedLedger(LocalLedgerClient):
     def __init__(self) -> None:
         super().__init__()
         self.checkpoints: list[int] = []
+        self.at_sync: Callable[[], None] = lambda: None
+
+    async def sync(self) -> None:
+        await super().sync()
+        self.at_sync()
 
     async def checkpointed(self, step: int) -> None:
         await super().checkpointed(step)
@@ -133,7 +138,16 @@ class NotedLedger(LocalLedgerClient):
 class TrainerWorld:
     """One trainer with everything around it. Give it groups with `arrive`, then `run`."""
 
-    def __init__(self, run_dir: Path, *, resume: CheckpointInfo | None = None, seed: int = 0, **sections: dict[str, Any]):
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        resume: CheckpointInfo | None = None,
+        seed: int = 0,
+        times: Mapping[str, float] | None = None,
+        **sections: dict[str, Any],
+    ):
+        """times: what the service is told of its launch."""
         training = {"steps": 3, "groups_per_step": 2, "filter": "drop", **sections.pop("training", {})}
         rollout = {"max_staleness": 1, "group_size": 2, **sections.pop("rollout", {})}
         self.config = config(training=training, rollout=rollout, **sections).model_copy(update={"seed": seed})
@@ -154,6 +168,7 @@ class TrainerWorld:
             run_blocking=self.blocking,
             incarnation=3,
             resume=resume,
+            **(times or {}),
         )
 
     async def connect(self, book: AddressBook, engine: TrainingEngine) -> TrainerParts:

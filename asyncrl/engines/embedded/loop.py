@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_PREFILL_TOKENS = 4096
-COMMIT_TIMEOUT_SECONDS = 60.0
+COMMIT_SECONDS = 60.0
 INITIAL_VERSION = "default"
 
 Listener = Callable[[Sequence[Update]], None]
@@ -66,8 +66,16 @@ class EngineStats:
 class EngineLoop:
     """Owns scheduler and runner. `listener` is called in the loop's thread, once per step that has something to tell."""
 
-    def __init__(self, runner: ModelRunner, listener: Listener, *, version: str = INITIAL_VERSION):
-        self._runner, self._listener = runner, listener
+    def __init__(
+        self,
+        runner: ModelRunner,
+        listener: Listener,
+        *,
+        version: str = INITIAL_VERSION,
+        commit_seconds: float = COMMIT_SECONDS,
+    ):
+        """commit_seconds: the deadline of a swap, from when it is asked for; and once it has begun, that long again."""
+        self._runner, self._listener, self._commit_seconds = runner, listener, commit_seconds
         self._scheduler = Scheduler(max_slots=runner.max_slots, context=runner.context, version=version)
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -130,11 +138,11 @@ class EngineLoop:
 
         self._post(swap)
         try:
-            return answer.result(COMMIT_TIMEOUT_SECONDS)
+            return answer.result(self._commit_seconds)
         except TimeoutError:
             if not answer.cancel():  # it has begun: what it comes to is the answer
-                return answer.result(COMMIT_TIMEOUT_SECONDS)
-            raise DeadlineExceeded(f"the decode loop did not take version {version} in {COMMIT_TIMEOUT_SECONDS:.0f} s") from None
+                return answer.result(self._commit_seconds)
+            raise DeadlineExceeded(f"the decode loop did not take version {version} in {self._commit_seconds:g} s") from None
 
     def close(self, timeout: float = 10.0) -> None:
         """Abort what runs and end the thread."""

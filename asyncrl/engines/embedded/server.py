@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.engines.embedded.http import HttpFront, Updates
 from asyncrl.engines.embedded.loading import context_limit, load_model
-from asyncrl.engines.embedded.loop import EngineLoop
+from asyncrl.engines.embedded.loop import COMMIT_SECONDS, EngineLoop
 from asyncrl.engines.embedded.runner import ModelRunner
 from asyncrl.engines.embedded.wire import Limits
 from asyncrl.engines.tokenizer import HfTokenizer
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 class EngineOptions:
     """context_tokens: prompt plus response that there is room for; None takes the model's own, at most 4096.
     max_batch: sequences decoded at once. threads: torch's, within an operation. batch_invariant: a request's tokens and log-probs
-    depend, bit for bit, on its prompt and seed alone; "auto": where the model can be served so, else as usual with a warning."""
+    depend, bit for bit, on its prompt and seed alone; "auto": where the model can be served so, else as usual with a warning.
+    commit_seconds: the deadline of a swap of weights."""
 
     dtype: str = "float32"
     device: str = "cpu"
@@ -36,6 +37,7 @@ class EngineOptions:
     tokenizer: str | None = None
     trust_remote_code: bool = False
     batch_invariant: bool | Literal["auto"] = False
+    commit_seconds: float = COMMIT_SECONDS
 
 
 class EmbeddedServer:
@@ -59,7 +61,7 @@ class EmbeddedServer:
         """token: what every request must bring. Raises UserError for a model that cannot be served, OSError for an address that
         is taken."""
         runner, tokenizer = await asyncio.to_thread(self._load)
-        self._engine = EngineLoop(runner, Updates())
+        self._engine = EngineLoop(runner, Updates(), commit_seconds=self._options.commit_seconds)
         self.engine.start()
         limits = Limits(runner.context, runner.vocab_size, tokenizer.eos_token_ids, tokenizer.encode_prompt)
         self._front = HttpFront(self.engine, limits, model_path=self._path, decode=tokenizer.decode, token=token)

@@ -14,7 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.fsdp.engine import FsdpEngine
 from asyncrl.engines.fsdp.model import PolicyModel, load_policy
 from asyncrl.engines.fsdp.model_files import ModelFiles
-from asyncrl.engines.fsdp.process_group import JOIN_SECONDS, RankGroup, open_meeting_point
+from asyncrl.engines.fsdp.process_group import RankGroup, open_meeting_point
 from asyncrl.engines.fsdp.saving import Saves
 from asyncrl.protocols import StateFiles
 
@@ -46,7 +46,7 @@ class FsdpLauncher:
         )
         if self._rank or config.training.ranks == 1:
             return ""
-        self._store, address = open_meeting_point(self._host)
+        self._store, address = open_meeting_point(self._host, timeout_seconds=config.cluster.start_timeout_seconds)
         return address
 
     def join(self, meeting_point: str) -> FsdpEngine:
@@ -57,7 +57,8 @@ class FsdpLauncher:
             self._store = dist.HashStore()
         elif self._rank:
             host, port = meeting_point.rsplit(":", 1)
-            self._store = dist.TCPStore(host, int(port), is_master=False, timeout=datetime.timedelta(seconds=JOIN_SECONDS))
+            timeout = datetime.timedelta(seconds=self._config.cluster.start_timeout_seconds)
+            self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
         assert self._store is not None, "rank 0 opened the meeting point in prepare"
         group = RankGroup(
             rank=self._rank,

@@ -18,13 +18,11 @@ import torch.distributed as dist
 from asyncrl.errors import DeadlineExceeded, TransportError
 from asyncrl.transport.hosts import interface_of
 
-JOIN_SECONDS = 120.0
 
-
-def open_meeting_point(host: str = "127.0.0.1") -> tuple[dist.TCPStore, str]:
+def open_meeting_point(host: str = "127.0.0.1", *, timeout_seconds: float = 120.0) -> tuple[dist.TCPStore, str]:
     """(store, "host:port") of rank 0; the store must live as long as the group. It listens at `host` alone: left to itself it
     listens everywhere, and it asks nobody for a key."""
-    timeout = datetime.timedelta(seconds=JOIN_SECONDS)
+    timeout = datetime.timedelta(seconds=timeout_seconds)
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
     store = dist.TCPStore(

@@ -42,9 +42,6 @@ RECEIVE_ITEMS = 1024
 RECEIVE_SECONDS = 1.0
 WATCH_SECONDS = 1.0
 REPORT_SECONDS = 2.0
-SILENCE_SECONDS = 10.0  # workers say that they live once a second
-NO_WORKER_SECONDS = 60.0
-CALL_MARGIN_SECONDS = 180.0  # replacing a child process of the worker included
 DROPPED = ("duplicates", "strays", "late")  # `GroupCounts` of what belongs to no group
 
 
@@ -72,7 +69,10 @@ class FrontParts:
 
 class RewardFront:
     """Row `reward`. parts: called in `run` with everybody's addresses. limit_seconds: `reward.timeout_seconds`, which bounds the
-    wait for a worker's answer; num_functions: how many calls a sample takes; max_worker_deaths: with a sample, and it failed."""
+    wait for a worker's answer; num_functions: how many calls a sample takes; max_worker_deaths: with a sample, and it failed.
+    silence_seconds: a worker that did not say for this long that it lives, which it does once a second, is lost; away_seconds:
+    how long there may be none at all, while some wait to be started again; margin_seconds: what a batch may take beyond its
+    calls, replacing a child process included."""
 
     name = "reward"
 
@@ -85,11 +85,15 @@ class RewardFront:
         num_functions: int,
         max_worker_deaths: int = 2,
         max_failed_groups: int = 0,
+        silence_seconds: float = 10.0,
+        away_seconds: float = 60.0,
+        margin_seconds: float = 180.0,
         clock: Clock,
         connect: Callable[[str], Link] = RpcClient,
     ):
         self._make_parts, self._clock, self._connect = parts, clock, connect
-        self._call_seconds = num_functions * (limit_seconds + 1.0)
+        self._call_seconds, self._margin_seconds = num_functions * (limit_seconds + 1.0), margin_seconds
+        self._silence_seconds, self._away_seconds = silence_seconds, away_seconds
         self._assembler = GroupAssembler(min_scored)
         self._dispatcher = Dispatcher(max_worker_deaths)
         self._max_failed_groups, self._failed_in_a_row = max_failed_groups, 0
@@ -243,13 +247,16 @@ class RewardFront:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = self._clock.now()
-            for name in self._dispatcher.silent(now, SILENCE_SECONDS):
-                log.warning("%s was silent for %.0f s: its samples go to another", name, SILENCE_SECONDS)
+            for name in self._dispatcher.silent(now, self._silence_seconds):
+                log.warning("%s was silent for %.0f s: its samples go to another", name, self._silence_seconds)
                 self._fail(self._dispatcher.lose(name), self._deaths)
             if self._dispatcher.num_workers:
                 self._worker_seen = now
-            elif self._dispatcher.num_waiting and now - self._worker_seen > NO_WORKER_SECONDS:
-                raise RunError(f"no reward worker for {NO_WORKER_SECONDS:.0f} s: read logs/reward-0.log")
+            elif self._dispatcher.num_waiting and now - self._worker_seen > self._away_seconds:
+                raise RunError(
+                    f"no reward worker for {self._away_seconds:.0f} s (twice cluster.start_timeout_seconds): read "
+                    "logs/reward-0.log"
+                )
             if tracker is not None and now - reported >= REPORT_SECONDS:
                 reported = now
                 self._report(tracker)
@@ -268,7 +275,7 @@ class RewardFront:
     async def _score_batch(self, batch: Batch) -> None:
         fields = batch.worker.fields  # of all that a job has, what some function takes
         items = [{field: job.item.get(field) for field in fields} for job in batch.jobs]
-        timeout = self._call_seconds * 2 * max(self._dispatcher.num_assigned, 1) + CALL_MARGIN_SECONDS
+        timeout = self._call_seconds * 2 * max(self._dispatcher.num_assigned, 1) + self._margin_seconds
         try:
             link = self._links[batch.worker.address]
             answer = await link.call("score", timeout=timeout, items=items, incarnation=batch.worker.incarnation)

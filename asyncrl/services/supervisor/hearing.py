@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
 PAUSE_SECONDS = 2.0
-SILENT_QUESTIONS = 17  # about two minutes: longer than a suspended or swapping machine is gone, shorter than a person's patience
 SUSPECT_QUESTIONS = 2
 
 Ask = Callable[[Row, float], Awaitable[Mapping[str, Any]]]
@@ -28,22 +27,26 @@ Ask = Callable[[Row, float], Awaitable[Mapping[str, Any]]]
 
 
 class Hearing:
-    """`reports`: the last summary of every row that ever answered, by name."""
+    """`reports`: the last summary of every row that ever answered, by name. silence_seconds: so long, in questions, a row may be
+    silent (longer than a suspended or swapping machine is gone, shorter than a person's patience)."""
 
-    def __init__(self, ask: Ask, *, answer_seconds: float = ANSWER_SECONDS, pause_seconds: float = PAUSE_SECONDS):
+    def __init__(
+        self, ask: Ask, silence_seconds: float, *, answer_seconds: float = ANSWER_SECONDS, pause_seconds: float = PAUSE_SECONDS
+    ):
         self.reports: dict[str, Mapping[str, Any]] = {}
         self._ask, self._answer_seconds, self._pause_seconds = ask, answer_seconds, pause_seconds
+        self._questions = max(SUSPECT_QUESTIONS, round(silence_seconds / (answer_seconds + pause_seconds)))
         self._unanswered: Counter[Row] = Counter()
 
     async def until_silent(self, rows: Callable[[], Iterable[Row]]) -> RowFailed:
-        """Ask `rows()` until one of them has left SILENT_QUESTIONS in a row unanswered: its failure."""
+        """Ask `rows()` until one of them was silent for that long: its failure."""
         while True:
             await asyncio.sleep(self._pause_seconds)
             asked = list(rows())
             await self.ask(asked, self._answer_seconds)
             for row in asked:
-                if self._unanswered[row] >= SILENT_QUESTIONS:
-                    return self._failure(row, "it hangs, or was suspended")
+                if self._unanswered[row] >= self._questions:
+                    return self._failure(row, "it hangs, or was suspended (cluster.silence_seconds)")
 
     async def ask(self, rows: Iterable[Row], timeout: float) -> None:
         """One question to each."""

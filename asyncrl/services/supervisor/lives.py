@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,7 @@ SETTLE_SECONDS = 2.0  # after a failure that ends the run: time for the true cau
 LOSSES_SETTLE_SECONDS = 0.5  # after a lost process: time for those to show that were lost with it
 CALL_SECONDS = 2.0  # a service that does not answer within this is not answering
 LEADER = "trainer/0"
-HELD_SECONDS = 30.0
 LAST_WORDS_SECONDS = 2.0  # of the time that the trainer is given to stop, for what follows its last checkpoint
-REANNOUNCE_SECONDS = 60.0
 
 
 class Lives:
@@ -60,11 +59,12 @@ class Lives:
         self.policy = RestartPolicy(config, self.rows)
         self._config, self._run_dir, self._runtime, self._clock = config, run_dir, runtime, clock
         self._resume, self._say, self._changed = resume, say, changed
+        self._launched, self._earlier_s = clock.wall(), resume.wall_s if resume is not None else 0.0
         self._runs: dict[asyncio.Task[Mapping[str, Any]], Row] = {}
         self._clients: dict[str, RpcClient] = {}
         self._supervisor: dict[str, str] = {}
         self._announcing: asyncio.Future[None] | None = None
-        self._hearing = Hearing(self._ask_for_summary)
+        self._hearing = Hearing(self._ask_for_summary, config.cluster.silence_seconds)
 
     # ---- up ----------------------------------------------------------------------------------------------------
 
@@ -89,9 +89,10 @@ class Lives:
         self._run(self.rows)
 
     def _first_life(self, row: Row) -> Life:
+        began = Life(self.incarnation, launched=self._launched, earlier_s=self._earlier_s)
         if self._resume is None:
-            return Life(self.incarnation)
-        return Life(self.incarnation, checkpoint=self._resume.checkpoint, set_back_to=self._resume.step)
+            return began
+        return replace(began, checkpoint=self._resume.checkpoint, set_back_to=self._resume.step)
 
     async def _start(self, row: Row, pending: set[str], model: asyncio.Future[None] | None = None) -> None:
         if model is not None and row.role in ("trainer", "inference"):
@@ -187,7 +188,16 @@ class Lives:
         lives = {}
         for row in plan.rows:
             earlier = self.book.get(row.name, {})
-            lives[row] = Life(self.incarnation, earlier, checkpoint, step, tuple(held) if held is not None else None, first=False)
+            lives[row] = Life(
+                self.incarnation,
+                earlier,
+                checkpoint,
+                step,
+                tuple(held) if held is not None else None,
+                first=False,
+                launched=self._launched,
+                earlier_s=self._earlier_s,
+            )
         return lives
 
     async def _held(self) -> list[str]:
@@ -195,7 +205,7 @@ class Lives:
         trainer = next((task for task, row in self._runs.items() if row.name == LEADER), None)
         if trainer is None:
             return []
-        call = asyncio.ensure_future(self.client(LEADER).call("held", timeout=HELD_SECONDS))
+        call = asyncio.ensure_future(self.client(LEADER).call("held", timeout=self._config.queue.reconnect_seconds))
         try:
             await asyncio.wait((call, trainer), return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
@@ -210,8 +220,9 @@ class Lives:
     async def _reannounce(self) -> None:
         """Beside everything else: a rank that is lost meanwhile has nothing to say."""
         ranks = [row for row in self._runs.values() if row.role == "trainer"]
+        seconds = self._config.sync.timeout_seconds
         try:
-            await asyncio.gather(*(self.client(row.name).call("reannounce", timeout=REANNOUNCE_SECONDS) for row in ranks))
+            await asyncio.gather(*(self.client(row.name).call("reannounce", timeout=seconds) for row in ranks))
         except TransportError as error:
             log.warning("a trainer rank did not announce itself to the new parameter_sync: %s", error)
 

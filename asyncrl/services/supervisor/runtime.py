@@ -40,7 +40,7 @@ class RowFailed(AsyncrlError):
 class Resume:
     """What a launched run goes on from: the checkpoint of `step` (its folder), or nothing but the ledger where step is 0.
 
-    launches: of this run, this one included; wall_s: seconds that the run took up to that checkpoint."""
+    launches: of this run, this one included; wall_s: seconds that they took up to that checkpoint."""
 
     incarnation: int
     step: int = 0
@@ -55,7 +55,8 @@ class Life:
 
     incarnation: of the trainer. earlier: addresses that this row had, to be bound again. checkpoint: the folder that the trainer
     loads. set_back_to: the step that the ledger is set back to. held: scored groups that the trainer holds while a queue without
-    durability is replaced. `first`: no process of this row ran before in this launch.
+    durability is replaced. `first`: no process of this row ran before in this launch. launched: wall time at which this launch
+    began; earlier_s: seconds that the launches before it took.
     """
 
     incarnation: int = 1
@@ -64,6 +65,8 @@ class Life:
     set_back_to: int | None = None
     held: tuple[str, ...] | None = None
     first: bool = True
+    launched: float | None = None
+    earlier_s: float = 0.0
 
 
 class Runtime(Protocol):

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from asyncrl import logs
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncrlError, Interrupted, LedgerError, MalformedFrame, RunError, ServiceDied
+from asyncrl.errors import AsyncrlError, Interrupted, LedgerError, MalformedFrame, ServiceDied
 from asyncrl.ledger.store import FILE_NAME, read_ledger, replay, samples
 from asyncrl.services.supervisor.lives import Lives
 from asyncrl.services.supervisor.runtime import Resume, RowFailed, Runtime, with_the_fleets_word
@@ -127,7 +127,7 @@ class Supervisor:
             await self._until_stopped(self._lives.watch())
         except Interrupted:
             return "interrupted", None
-        except (RunError, RowFailed) as failure:
+        except AsyncrlError as failure:
             return "failed", self._explain(failure)
         except Exception as bug:  # the boundary of the run: whatever it is, the services must be ended and the summary written
             log.exception("the supervisor failed")
@@ -227,6 +227,7 @@ class Supervisor:
             exit_code=self._exit_code if status == "failed" else EXIT_CODES[status],
             first_step_wall=self._first_step_wall,
             resume=self._resume,
+            restarts=self._lives.restarts,
         )
 
     def _explain(self, failure: AsyncrlError) -> str:

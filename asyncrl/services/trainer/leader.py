@@ -49,8 +49,10 @@ class Leader:
         stopping: asyncio.Event,
         incarnation: int = 1,
         resume: CheckpointInfo | None = None,
+        began_wall: float,
     ):
-        """resume: the checkpoint to go on from; its steps are finished steps."""
+        """resume: the checkpoint to go on from; its steps are finished steps. began_wall: where the run would have begun, had it
+        been launched once."""
         assert parts.leader is not None, "rank 0 is given the leader's parts"
         self._config, self._clock, self._stopping = config, clock, stopping
         self._parts, self._publisher, self._run_blocking = parts.leader, parts.publisher, run_blocking
@@ -60,7 +62,15 @@ class Leader:
         self._ranks = Ranks(engine, parts.publisher, run_blocking)
         self.finished_steps = resume.step if resume else 0
         self._records = Records(run_dir, samples_per_step=config.tracking.samples_per_step, last_step=self.finished_steps)
-        self._saving = Saving(config.checkpoint, run_dir, self._ranks, parts.leader, clock=clock, run_blocking=run_blocking)
+        self._saving = Saving(
+            config.checkpoint,
+            run_dir,
+            self._ranks,
+            parts.leader,
+            sync_records=self._records.sync,
+            clock=clock,
+            run_blocking=run_blocking,
+        )
         if resume is not None:
             self._tally.restore(resume.state["tally"])
         self._intake = Intake(
@@ -77,7 +87,7 @@ class Leader:
         self.stop_by: float | None = None
         self._metrics: Mapping[str, float] = {}
         self._in_step: tuple[GroupId, ...] = ()
-        self._started_wall = clock.wall()
+        self._began_wall = began_wall
 
     async def lead(self) -> None:
         """Until the last step, the end of the data, or a stop. The other ranks are dismissed whatever happens."""
@@ -212,13 +222,12 @@ class Leader:
 
     def _resumable(self) -> dict[str, Any]:
         """state.json of a checkpoint taken now, but for `format`, `best` and `files`."""
-        earlier = self._resume.state["wall_s"] if self._resume else 0.0
         return {
             "step": self.finished_steps,
             "version": self._rules.version(self.finished_steps),
             "incarnation": self._incarnation,
             "world_size": self._ranks.world_size,
-            "wall_s": round(earlier + self._clock.wall() - self._started_wall, 3),
+            "wall_s": round(self._clock.wall() - self._began_wall, 3),
             "config": self._config.to_mapping(),
             "tally": self._tally.state(),
         }

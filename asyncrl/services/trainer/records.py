@@ -15,6 +15,7 @@ on after a step first cuts what lies beyond it.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
+from asyncrl.checkpoint.durable import sync
 from asyncrl.messages import ScoredGroup
 from asyncrl.services.json_lines import is_up_to, keep_lines
 from asyncrl.services.trainer.figures import TrainedTokens
@@ -36,7 +38,7 @@ class Records:
     def __init__(self, run_dir: Path, *, samples_per_step: int, last_step: int = 0):
         """last_step: lines of later steps, of an earlier life of the run, are cut."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._samples_per_step = samples_per_step
+        self._run_dir, self._samples_per_step = run_dir, samples_per_step
         for name in NAMES:
             keep_lines(run_dir / f"{name}.jsonl", is_up_to(last_step))
         self._files: dict[str, BinaryIO] = {name: (run_dir / f"{name}.jsonl").open("ab") for name in NAMES}
@@ -59,6 +61,12 @@ class Records:
             if failure is not None
         ]
         self._write("samples", lines)
+
+    def sync(self) -> None:
+        """What was written survives a power cut when this returns. Raises OSError."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        sync(self._run_dir)
 
     def close(self) -> None:
         for file in self._files.values():

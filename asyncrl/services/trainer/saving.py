@@ -1,7 +1,7 @@
 """When a checkpoint is begun, committed or given up. At most one is under way.
 
     step end ─ due? ─▶ begin (ranks copy aside) ─▶ … steps go on …
-    step end, or a tick: written? ─▶ commit ─▶ prune ─▶ ledger
+    step end, or a tick: written? ─▶ files and ledger synced ─▶ commit ─▶ prune ─▶ ledger
                           failed? ─▶ said, counted, removed
 
 A checkpoint that comes due while one is under way waits its turn. A failed one costs itself alone: the run goes on, and the next
@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoint import CheckpointInfo, Checkpoints
+from asyncrl.checkpoint.durable import in_words
+from asyncrl.checkpoint.folders import WRITING
 from asyncrl.clock import Clock
 from asyncrl.config.schema import CheckpointConfig
-from asyncrl.errors import CheckpointError, TransportError
+from asyncrl.errors import CheckpointError, LedgerError, TransportError
 from asyncrl.services.trainer.parts import LeaderParts, RunBlocking
 from asyncrl.services.trainer.ranks import Ranks
 
@@ -49,9 +51,12 @@ class Saving:
         ranks: Ranks,
         parts: LeaderParts,
         *,
+        sync_records: Callable[[], None],
         clock: Clock,
         run_blocking: RunBlocking,
     ):
+        """sync_records: brings the trainer's files to the disk; may raise OSError."""
+        self._run_dir, self._sync_records = run_dir, sync_records
         self._config, self._ranks, self._parts, self._clock, self._run_blocking = config, ranks, parts, clock, run_blocking
         self._checkpoints = Checkpoints(run_dir, keep=config.keep, best=config.best)
         self._under_way: UnderWay | None = None
@@ -60,17 +65,18 @@ class Saving:
         self._fresh: dict[str, float] = {}
         self.last_committed: int | None = None
         self.failed = 0
+        self._last_failure: str | None = None
 
     async def begin_run(self, resume: CheckpointInfo | None) -> None:
-        """Remove what an earlier life left half written; take the state that the run goes on from. Raises CheckpointError for
-        a checkpoint that cannot be loaded."""
+        """Remove what an earlier life left half written, or saved of a future that will not be; take the state that the run goes
+        on from. Raises CheckpointError for a checkpoint that cannot be loaded."""
         await self._run_blocking(self._checkpoints.sweep_incomplete)
-        if resume is None:
-            return
-        log.info("going on from the checkpoint of step %d: %s", resume.step, resume.folder)
-        await self._ranks.load(str(resume.folder))
-        await self._run_blocking(self._checkpoints.forget_after, resume.step)
-        self._last_begun = self.last_committed = resume.step
+        if resume is not None:
+            log.info("going on from the checkpoint of step %d: %s", resume.step, resume.folder)
+            await self._ranks.load(str(resume.folder))
+            self._last_begun = self.last_committed = resume.step
+            self.failed = int(resume.state.get("checkpoints_failed", 0))
+        await self._run_blocking(self._checkpoints.forget_after, self._last_begun)
 
     async def after_step(self, step: int, metrics: Mapping[str, float], state: Callable[[], Mapping[str, Any]]) -> None:
         """A step is finished, and everything of it is recorded."""
@@ -111,7 +117,14 @@ class Saving:
         return {**fresh, "checkpoint/failed": float(self.failed)} if self._config.every else {}
 
     def status(self) -> dict[str, Any]:
-        return {"checkpoint": self.last_committed, "checkpoints_failed": self.failed} if self._config.every else {}
+        """The newest one, how many failed in the run so far, and why the last of those did, as far as this process knows."""
+        if not self._config.every:
+            return {}
+        return {
+            "checkpoint": self.last_committed,
+            "checkpoints_failed": self.failed,
+            "checkpoint_error": self._last_failure,
+        }
 
     # ---- one checkpoint ----------------------------------------------------------------------------------------
 
@@ -128,7 +141,11 @@ class Saving:
         except CheckpointError as error:
             self._count_failure(step, error)
             return
-        whole = {**state(), "best": None if best is None else {"metric": best, "value": self._values.get(step)}}
+        whole = {
+            **state(),
+            "checkpoints_failed": self.failed,
+            "best": None if best is None else {"metric": best, "value": self._values.get(step)},
+        }
         held = await self._ranks.begin_save(str(folder))
         self._under_way = UnderWay(step, whole, self._clock.now(), held)
 
@@ -139,6 +156,7 @@ class Saving:
             return
         try:
             seconds = await self._ranks.finish_save(timeout)
+            await self._sync_what_it_goes_on_from()
             info = await self._run_blocking(self._checkpoints.commit, save.step, save.state)
         except CheckpointError as error:
             self._count_failure(save.step, error)
@@ -153,6 +171,17 @@ class Saving:
         log.info("checkpoint of step %d: %d bytes, written in %.2f s beside training", save.step, info.bytes, seconds)
         await self._prune()
         await self._parts.ledger.checkpointed(save.step)
+
+    async def _sync_what_it_goes_on_from(self) -> None:
+        """Ledger and files have the steps that the checkpoint has, also after a power cut: else it could not be gone on from.
+        Raises CheckpointError."""
+        try:
+            await self._run_blocking(self._sync_records)
+            await self._parts.ledger.sync()
+        except OSError as error:
+            raise in_words(error, WRITING, self._run_dir) from error
+        except LedgerError as error:
+            raise CheckpointError(str(error)) from error
 
     async def _prune(self) -> None:
         try:
@@ -173,4 +202,5 @@ class Saving:
 
     def _count_failure(self, step: int, error: CheckpointError) -> None:
         self.failed += 1
+        self._last_failure = f"step {step}: {error}"
         log.warning("the checkpoint of step %d failed, and the run goes on without it: %s", step, error)

@@ -38,12 +38,16 @@ class TrainerService:
         run_blocking: RunBlocking = asyncio.to_thread,
         incarnation: int = 1,
         resume: CheckpointInfo | None = None,
+        launched: float | None = None,
+        earlier_seconds: float = 0.0,
     ):
-        """incarnation: of this start of the trainer; resume: the checkpoint that it goes on from."""
+        """incarnation: of this start of the trainer; resume: the checkpoint that it goes on from; launched: wall time at which
+        the launch began (None: now), and what those before it took."""
         self.name = f"trainer/{rank}"
         self._config, self._run_dir, self._rank = config, run_dir, rank
         self._launcher, self._connect, self._clock, self._run_blocking = launcher, connect, clock, run_blocking
         self._incarnation, self._resume = incarnation, resume
+        self._began_wall = (clock.wall() if launched is None else launched) - earlier_seconds
         self._stopping = asyncio.Event()
         self._stop_by: float | None = None
         self._meeting_point: str | None = None
@@ -121,6 +125,7 @@ class TrainerService:
             stopping=self._stopping,
             incarnation=self._incarnation,
             resume=self._resume,
+            began_wall=self._began_wall,
         )
         self._leader.stop_by = self._stop_by
         await self._leader.lead()
