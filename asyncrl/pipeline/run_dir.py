@@ -10,6 +10,7 @@ import os
 import time
 from pathlib import Path
 
+from asyncrl.checkpoint.folders import FOLDER as CHECKPOINTS
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import UserError
@@ -18,8 +19,8 @@ A_RUNS_FILES = ("config.yaml", "run.json", "summary.json", "ledger.sqlite", "met
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether a run began there."""
-    return any((folder / name).exists() for name in A_RUNS_FILES)
+    """Whether a run began there. Checkpoints alone are part of one too: a new run would write over them."""
+    return any((folder / name).exists() for name in A_RUNS_FILES) or any((folder / CHECKPOINTS).glob("step_*"))
 
 
 def check_run_dir(run_dir: str | os.PathLike[str] | None) -> None:

@@ -91,7 +91,8 @@ class RunFolder:
         launcher = f"its launcher, process {self.started['pid']}, is gone" if self.started else "nobody wrote its end"
         return {
             **self._without_services("lost"),
-            "error": f"the run ended without a summary: {launcher}; read {self.path / 'logs'}",
+            "error": f"the run ended without a summary: {launcher}; read {self.path / 'logs'}, and let it go on by launching it "
+            f"again with --run-dir {self.path}",
         }
 
     def _without_services(self, state: str) -> dict[str, Any]:

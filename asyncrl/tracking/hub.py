@@ -44,12 +44,13 @@ class Hub:
         if self._console is not None and self._console in self._parts:
             self._console.state(text)
 
-    async def close(self, status: Status, summary: Mapping[str, Any]) -> None:
-        """End the MLflow run, with config.yaml and summary.json as artifacts. Bounded: see `MlflowTracker.finish`."""
+    async def close(self, status: Status, summary: Mapping[str, Any], seconds: float | None = None) -> None:
+        """End the MLflow run, with config.yaml and summary.json as artifacts. Bounded: see `MlflowTracker.finish`; seconds: all
+        the time that there is."""
         if self._console is not None:
             await self._console.close()
         if self._mlflow is not None:
-            await asyncio.to_thread(self._mlflow.finish, MLFLOW_STATUS[status], [self._run_dir / "summary.json"])
+            await asyncio.to_thread(self._mlflow.finish, MLFLOW_STATUS[status], [self._run_dir / "summary.json"], seconds)
 
     @property
     def mlflow_run_id(self) -> str | None:

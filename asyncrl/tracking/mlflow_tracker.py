@@ -81,13 +81,14 @@ class MlflowTracker:
             if len(self._records) >= self._per_call:
                 self._changed.notify()
 
-    def finish(self, status: EndStatus, artifacts: Sequence[Path] = ()) -> bool:
-        """End the run; blocks for `finish_seconds` at most. False when something had to be spooled."""
+    def finish(self, status: EndStatus, artifacts: Sequence[Path] = (), seconds: float | None = None) -> bool:
+        """End the run; blocks for `finish_seconds` at most, or for `seconds` where that is less. False when something had to be
+        spooled."""
         with self._changed:
             if self._end is None:
                 self._end = (status, list(artifacts), int(self._wall() * 1000))
             self._changed.notify()
-        self._thread.join(self._finish_seconds)
+        self._thread.join(self._finish_seconds if seconds is None else min(seconds, self._finish_seconds))
         with self._changed:
             if self._thread.is_alive():
                 self._abandon()

@@ -89,6 +89,7 @@ def test_status_of_a_run_whose_launcher_is_gone_says_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "reward/mean": 0.1}\n{"step": 5, "rew')
     found = asyncrl("status", tmp_path, "--json").json
     assert (found["state"], found["step"]) == ("lost", 4)
+    assert f"go on by launching it again with --run-dir {tmp_path}" in found["error"]
     assert asyncrl("stop", tmp_path).code == 1
 
 

@@ -29,6 +29,14 @@ def test_a_folder_with_any_of_a_runs_files_is_refused(name: str, tmp_path: Path)
     assert not (tmp_path / "logs").exists()
 
 
+def test_a_folder_with_checkpoints_alone_is_no_place_for_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    check_run_dir(tmp_path)
+    (tmp_path / "checkpoints" / "step_000120").mkdir()
+    with pytest.raises(UserError, match="already holds a run"):
+        check_run_dir(tmp_path)
+
+
 def test_a_file_or_what_lies_below_one_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")

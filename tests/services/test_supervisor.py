@@ -112,7 +112,8 @@ class FakeMetrics:
         if self.broken:
             raise BrokenPipeError
 
-    async def close(self, status, summary) -> None:
+    async def close(self, status, summary, seconds=None) -> None:
+        self.closed_within = seconds
         if self.broken:
             raise BrokenPipeError
 
@@ -265,6 +266,15 @@ async def test_a_run_directory_that_went_away_fails_the_run_in_words(config, tmp
     assert summary["status"] == "failed"
     assert "summary.json cannot be written (No such file or directory)" in summary["error"]
     assert runtime.closed
+
+
+async def test_a_stop_that_comes_with_its_time_leaves_the_metrics_no_more_than_that(config, tmp_path):
+    metrics, runtime = FakeMetrics(), FakeRuntime({})
+    supervisor = supervisor_of(config, tmp_path, runtime, metrics)
+    asyncio.get_running_loop().call_later(0.3, supervisor.request_stop, 5.0)
+    summary = await supervisor.supervise()
+    assert summary["status"] == "interrupted"
+    assert 1.0 <= metrics.closed_within < 5.0
 
 
 async def test_a_terminal_that_is_gone_ends_nothing(config, tmp_path):

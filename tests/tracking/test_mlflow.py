@@ -104,15 +104,16 @@ def test_a_store_that_is_down_costs_little_time_and_is_told_later(store, tmp_pat
         replay(tmp_path, open_store=store)
 
 
-def test_a_store_that_hangs_is_given_up_after_a_bounded_time(store, tmp_path):
-    tracker = tracker_of(store, tmp_path, finish_seconds=0.2)
+@pytest.mark.parametrize(("finish_seconds", "left"), [(0.2, None), (60.0, 0.2)])
+def test_a_store_that_hangs_is_given_up_after_a_bounded_time(store, tmp_path, finish_seconds, left):
+    tracker = tracker_of(store, tmp_path, finish_seconds=finish_seconds)
     tracker.log("trainer", 1, {"loss": 0.5})
     while not store.records:
         time.sleep(0.005)
     store.running.clear()
     tracker.log("trainer", 2, {"loss": math.nan})
     began = time.monotonic()
-    assert not tracker.finish("KILLED")
+    assert not tracker.finish("KILLED", seconds=left)
     assert time.monotonic() - began < 5
     spooled = read_spool(tmp_path / "mlflow_spool.jsonl")
     assert [record.step for record in spooled.records] == [2]

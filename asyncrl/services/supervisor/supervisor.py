@@ -42,7 +42,7 @@ class Metrics(Protocol):
 
     def state(self, text: str) -> None: ...
 
-    async def close(self, status: Status, summary: Mapping[str, Any]) -> None: ...
+    async def close(self, status: Status, summary: Mapping[str, Any], seconds: float | None = None) -> None: ...
 
     @property
     def mlflow_run_id(self) -> str | None: ...
@@ -73,7 +73,7 @@ class Supervisor:
         self._latest: dict[str, float] = {}
         self._known_mlflow_run_id: str | None = None
         self._stop = asyncio.Event()
-        self._stop_seconds: float | None = None
+        self._stop_by: float | None = None
         self._exit_code = EXIT_CODES["failed"]
         self._started_wall = clock.wall()
         self._first_step_wall: float | None = None
@@ -108,7 +108,8 @@ class Supervisor:
         await self._whatever_happens("closing the runtime", self._runtime.close())
         await self._whatever_happens("reading the ledger", self._complete_reports())
         summary = self._write_summary(status, error)
-        await self._whatever_happens("closing the metrics", self._metrics.close(summary["status"], summary))
+        closing = self._metrics.close(summary["status"], summary, self._seconds_left())
+        await self._whatever_happens("closing the metrics", closing)
         summary = self._write_summary(status, error)  # the MLflow run id is known now, and the wall time
         await self._rpc.close()
         return summary
@@ -144,10 +145,14 @@ class Supervisor:
         grace = self.config.cluster.stop_grace_seconds
         if status == "finished":
             return 2 * grace
-        if status == "interrupted" and self._stop_seconds is not None:
-            return self._stop_seconds
+        if status == "interrupted" and (left := self._seconds_left()) is not None:
+            return left
         saves = status == "interrupted" and self.config.checkpoint.every > 0
         return grace + (self.config.checkpoint.timeout_seconds if saves else 0.0)
+
+    def _seconds_left(self) -> float | None:
+        """Of a stop that came with its time; a moment at least."""
+        return None if self._stop_by is None else max(1.0, self._stop_by - self._clock.now())
 
     def _note(self) -> None:
         """Somebody has come up, or is known by now."""
@@ -249,7 +254,7 @@ class Supervisor:
 
     def request_stop(self, seconds: float | None = None) -> None:
         """End the run soon, as interrupted, with a checkpoint where they are on. seconds: all the time that there is for it."""
-        self._stop_seconds = seconds
+        self._stop_by = None if seconds is None else self._clock.now() + seconds
         self._stop.set()
 
     def track(self, batch: Sequence[Sequence[Any]]) -> None:
