@@ -72,4 +72,5 @@ def test_a_disk_that_is_full_and_one_that_may_not_be_written_cost_checkpoints_an
     told = run.summary["checkpoints"]
     assert told["checkpoint"] == run.summary["steps"] == newest(), "a stop saves"
     assert told["checkpoints_failed"] == failed() >= 2
+    assert "gave 'Read-only file system': give this user" in told["checkpoint_error"]
     assert run.command("audit").returncode == 0

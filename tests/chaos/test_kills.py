@@ -82,6 +82,8 @@ def rounds_of_kills(tmp_path: Path, durability: str, rounds: int, steps: int, *,
             kill_tree(run.process.pid)
     assert run.summary["status"] == "finished"
     assert run.summary["steps"] == steps
+    assert run.summary["restarts"] > 0
+    assert run.summary["sync"]["verified"] is True, "no digest differed, and who left one unanswered has confirmed since"
     assert faults(run.run_dir) == []
     audit = run.command("audit")
     assert audit.returncode == 0, audit.stdout
