@@ -33,7 +33,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,6 +254,10 @@ def checks_of(readings: Readings, start: float) -> dict[str, Any]:
     return checks
 
 
+def failed_of(checks: Mapping[str, Any]) -> list[str]:
+    return [name for name, each in checks.items() if not each["ok"]]
+
+
 def kept_per_step(readings: Readings, start: float) -> dict[str, float]:
     """Bytes that each kept file or folder grew by in a step, from `start` on."""
     steps = readings.steps.after(start).values
@@ -287,17 +291,19 @@ def soak(minutes: float, folder: Path, overrides: Sequence[str] = ()) -> dict[st
     while run.status().get("step", 0) < 1:
         assert not run.done, run.wait()
         time.sleep(0.5)
-    readings, began, told = Readings(run.run_dir, folder), time.monotonic(), 0.0
-    while (at := time.monotonic() - began) < 60 * minutes:
+    readings, start = Readings(run.run_dir, folder), min(WARM_UP_SECONDS, WARM_UP_SHARE * 60 * minutes)
+    at, told, looked = 0.0, 0.0, time.monotonic()
+    while at < 60 * minutes:
         assert not run.done, run.wait()
         readings.read(at)
         if at >= told + TELL_SECONDS:
             told = at
-            print(readings.line(), flush=True)
+            print(readings.line(), "; beyond their limits:", failed_of(checks_of(readings, min(start, at / 2))), flush=True)
         time.sleep(PERIOD_SECONDS)
+        now = time.monotonic()
+        at, looked = at + min(now - looked, 2 * PERIOD_SECONDS), now  # time during which all were suspended is none
     run.stop()
     summary = run.wait()
-    start = min(WARM_UP_SECONDS, WARM_UP_SHARE * 60 * minutes)
     checks = checks_of(readings, start)
     checks["the run ended as it was told to"] = {"status": summary["status"], "ok": summary["status"] == "interrupted"}
     worst = max(each["grown"] / each["allowed"] for name, each in checks.items() if name.startswith("memory"))
@@ -313,7 +319,7 @@ def soak(minutes: float, folder: Path, overrides: Sequence[str] = ()) -> dict[st
         "steps": summary["steps"],
         "steps_per_second": steps_per_second(readings.steps.after(start)),
         "kept_bytes_per_step": kept_per_step(readings, start),
-        "failed": [name for name, each in checks.items() if not each["ok"]],
+        "failed": failed_of(checks),
         "checks": checks,
     }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.soak import BYTES, DESCRIPTORS, MEMORY, Readings, Series, checks_of, family_of, judged, taken_by
+from tests.benchmarks.soak import BYTES, DESCRIPTORS, MEMORY, Readings, Series, checks_of, failed_of, family_of, judged, taken_by
 
 MB = 1e6
 MINUTES = 27.0
@@ -108,7 +108,7 @@ class TestAFolder:
             (self.run_dir / "metrics.jsonl").write_text(f'{{"step": {reading + 1}}}\n')
             grow(reading)
             readings.read(5.0 * reading)
-        return [name for name, check in checks_of(readings, 0.0).items() if not check["ok"]]
+        return failed_of(checks_of(readings, 0.0))
 
     def test_what_is_kept_on_purpose_may_grow(self, readings: Readings):
         def grow(reading: int) -> None:
