@@ -46,6 +46,14 @@ def assemble(spec: RunSpec, row: Row, life: Life) -> Service:
     return _BUILDERS[row.role](spec, row, life)
 
 
+def load(row: Row) -> None:
+    """Import what takes seconds of the parts of `row`, which may happen while its model is still being made."""
+    if row.role == "trainer":
+        import asyncrl.engines.fsdp
+    elif row.role == "inference":
+        import asyncrl.engines.embedded  # noqa: F401
+
+
 def model_folder(model: str) -> Path | str:
     """Where the model of this `model.path` lies; a built-in one is made first, if it is not there yet."""
     from asyncrl.data.builtin import BUILTIN_PREFIX, arithmetic

@@ -1,6 +1,6 @@
 """The one kind of actor: a process that becomes a row of the run.
 
-    main thread   start() / run() wait here for results        (Ray calls them, in this order)
+    main thread   load() / start() / run() wait here for results        (Ray calls them, in this order)
     loop thread   the service's event loop, running from `start` on, so that remote calls are answered at all times
 
 An exception of the service crosses Ray's channel as plain text (no class of ours is pickled), with the traceback in the log.
@@ -54,6 +54,12 @@ class ServiceHost:
     def identify(self) -> tuple[int, str]:
         """(pid, host), known before the service is."""
         return os.getpid(), socket.gethostname()
+
+    def load(self) -> None:
+        """Import what the service is made of. What goes wrong here goes wrong again in `start`, and is told there."""
+        from asyncrl.cluster import assembly
+
+        assembly.load(self._row)
 
     def start(self) -> tuple[str, Any]:
         """The service's addresses, with ``pid`` and ``host`` among them."""

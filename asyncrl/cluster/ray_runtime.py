@@ -127,6 +127,7 @@ class RayRuntime:
         actor = ray.remote(num_cpus=0, num_gpus=self._gpus_of(row), max_restarts=0)(ServiceHost)
         self._placed += 1  # Ray may still know the row's last actor by its name
         self._actors[row.name] = actor.options(name=f"{row.name} ({self._placed})").remote(self._spec, row, life)
+        self._actors[row.name].load.remote()
 
     def _gpus_of(self, row: Row) -> int:
         """One GPU for each trainer rank and each inference server where there are enough, else none."""
