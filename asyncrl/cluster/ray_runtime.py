@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from asyncrl.cluster import sweep
+from asyncrl.cluster.builtin_model import ModelMaker
 from asyncrl.cluster.host import ServiceHost, prepare_builtin_model
 from asyncrl.cluster.janitor import MARK, Janitor, kill_marked
 from asyncrl.cluster.spec import RunSpec
@@ -55,8 +56,11 @@ class RayRuntime:
         self._environment = {**WORKER_ENVIRONMENT, MARK: spec.run_id}
         self._janitor: Janitor | None = None
         self._opening: asyncio.Future[None] | None = None
+        self._maker: ModelMaker | None = None
 
     async def open(self) -> None:
+        if self._config.model.path.startswith(BUILTIN_PREFIX) and self._config.cluster.ray_address is None:
+            self._maker = ModelMaker(self._config.model.path, self._environment)
         self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
         await asyncio.shield(self._opening)
 
@@ -116,6 +120,9 @@ class RayRuntime:
 
     async def prepare_model(self) -> None:
         if not self._config.model.path.startswith(BUILTIN_PREFIX):
+            return
+        if self._maker is not None:
+            await asyncio.to_thread(self._maker.wait)
             return
         prepare = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(prepare_builtin_model)
         try:
@@ -191,6 +198,8 @@ class RayRuntime:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        if self._maker is not None:
+            self._maker.close()
         if ray.is_initialized():
             leaving = threading.Thread(target=self._leave_ray, name="leave-ray", daemon=True)
             leaving.start()
