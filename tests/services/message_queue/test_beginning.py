@@ -348,7 +348,7 @@ async def test_a_folder_without_access_is_named(make, tmp_path):
     world.config = world.config.model_copy(
         update={"cluster": world.config.cluster.model_copy(update={"state_dir": str(tmp_path / "journal")})}
     )
-    with pytest.raises(UserError, match="set cluster.state_dir to what it was"):
+    with pytest.raises(UserError, match=r"set cluster\.state_dir to what it was"):
         world.boot(Restarted())
 
 
