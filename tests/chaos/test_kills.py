@@ -93,11 +93,11 @@ def rounds_of_kills(tmp_path: Path, durability: str, rounds: int, steps: int, *,
 
 @pytest.mark.timeout(400)
 def test_every_kind_of_process_killed_once(tmp_path: Path) -> None:
-    rounds_of_kills(tmp_path, "process", rounds=1, steps=200, seed=0)
+    rounds_of_kills(tmp_path, "process", rounds=1, steps=400, seed=0)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("durability", ["process", "none"])
 def test_every_kind_of_process_killed_ten_times(tmp_path: Path, durability: str) -> None:
-    rounds_of_kills(tmp_path, durability, rounds=10, steps=2500, seed=1)
+    rounds_of_kills(tmp_path, durability, rounds=10, steps=4000, seed=1)

@@ -57,9 +57,11 @@ def killed_and_resumed(tmp_path: Path, durability: str, kills: int, steps: int, 
     mlflow_runs = set()
     for left in reversed(range(kills)):
         run = launches.next()
+        share = steps // (kills + 1)  # of the steps: the last launch, too, has some to make
+        run.until_step(len(steps_made(run.run_dir)) + chance.randrange(share))
         if not left:
             run.until(lambda: Checkpoints(tmp_path / "run").newest_complete() is not None, 90, "a checkpoint")
-        time.sleep(chance.uniform(0, 3))
+        time.sleep(chance.uniform(0, 0.2))
         mlflow_runs.add(run.started["mlflow_run_id"])
         kill_everything(run)
     run = launches.next()
@@ -77,7 +79,7 @@ def killed_and_resumed(tmp_path: Path, durability: str, kills: int, steps: int, 
 
 @pytest.mark.timeout(300)
 def test_a_run_killed_once_goes_on(tmp_path: Path) -> None:
-    killed_and_resumed(tmp_path, "process", kills=1, steps=60, seed=0)
+    killed_and_resumed(tmp_path, "process", kills=1, steps=120, seed=0)
 
 
 @pytest.mark.long
@@ -117,7 +119,7 @@ def test_on_policy_a_killed_run_ends_with_the_very_parameters_of_an_undisturbed_
 
 @pytest.mark.timeout(200)
 def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
-    sets = (*SETS, "training.steps=40", "checkpoint.every=1000", "cluster.preemption_grace_seconds=20")
+    sets = (*SETS, "training.steps=80", "checkpoint.every=1000", "cluster.preemption_grace_seconds=20")
     run = Launched(tmp_path / "run", *sets, short=False)
     run.until_step(5)
     os.kill(run.process.pid, signal.SIGTERM)
