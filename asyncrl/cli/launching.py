@@ -140,9 +140,8 @@ def _end_at_once(run: Run | None) -> None:
 
 def _on_policy(config: Config) -> str:
     """The overrides that make this pipeline on-policy, whatever else it asks for that would then be refused."""
-    sets = ["rollout.max_staleness=0", *(["rollout.on_stale=mask"] if config.rollout.on_stale != "mask" else [])]
     ones = ("publish_every", "mini_batches", "epochs_per_batch")
-    sets += [f"training.{name}=1" for name in ones if getattr(config.training, name) != 1]
+    sets = ["rollout.max_staleness=0", *(f"training.{name}=1" for name in ones if getattr(config.training, name) != 1)]
     return " ".join(f"--set {each}" for each in sets)
 
 

@@ -39,12 +39,6 @@ class Effect:
 
 EFFECTS: tuple[Effect, ...] = (
     Effect(
-        ("rollout.on_stale",),
-        lambda config, facts: config.rollout.max_staleness > 0,
-        "with rollout.max_staleness 0 no token is ever past the bound",
-        "raise rollout.max_staleness",
-    ),
-    Effect(
         ("rollout.quarantine_after",),
         lambda config, facts: config.data.epochs is None or config.rollout.quarantine_after <= config.data.epochs,
         "data.epochs visits each prompt fewer times than that, so none can fail so often",
@@ -102,8 +96,9 @@ def check_effects(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def parameters_without_effect(config: Config) -> Iterator[str]:
-    """Parameters of the algorithm's entries that change nothing in this run: said, not refused, since a loss is often written
-    whole and how many updates it serves is set elsewhere."""
+    """What changes nothing in this run and is said, not refused: parameters of the algorithm's entries, since a loss is often
+    written whole and how many updates it serves is set elsewhere; and the rule for stale tokens where a bound of 0 allows none,
+    since who compares bounds changes the bound alone."""
     loss, correction, training = config.algorithm.loss, config.algorithm.correction, config.training
     if config.algorithm.proximal == "recompute" and training.mini_batches * training.epochs_per_batch == 1:
         written = [name for name in ("clip_low", "clip_high", "dual_clip") if name in _written(loss)]
@@ -114,6 +109,8 @@ def parameters_without_effect(config: Config) -> Iterator[str]:
             )
     if config.rollout.max_staleness == 0 and "decay" in _written(correction):
         yield "algorithm.correction.decay does nothing: with rollout.max_staleness 0 no token is stale"
+    if config.rollout.max_staleness == 0 and config.rollout.on_stale != "mask":
+        yield f"rollout.on_stale {config.rollout.on_stale} never acts: with rollout.max_staleness 0 no token is past the bound"
 
 
 def check_filter(config: Config, facts: Facts) -> Iterator[Problem]:

@@ -97,11 +97,11 @@ def test_the_next_try_is_this_run_with_its_overrides(fake_launch: Any, tmp_path:
 
 def test_the_next_try_is_one_that_is_not_refused(fake_launch: Any, tmp_path: Path) -> None:
     fake_launch()
-    said = asyncrl("launch", QUICKSTART, "--set", "rollout.on_stale=wait", "--set", "training.publish_every=2").out
+    said = asyncrl("launch", QUICKSTART, "--set", "training.mini_batches=2", "--set", "training.publish_every=2").out
     command = next(line for line in said.splitlines() if "asyncrl launch" in line).split("   ")[0].split()[2:]
     overrides = [word for word in command if "=" in word]
-    assert overrides == ["rollout.max_staleness=0", "rollout.on_stale=mask", "training.publish_every=1"]
-    asked = ["rollout.on_stale=wait", "training.publish_every=2"]
+    assert overrides == ["rollout.max_staleness=0", "training.publish_every=1", "training.mini_batches=1"]
+    asked = ["training.mini_batches=2", "training.publish_every=2"]
     Pipeline.from_yaml(QUICKSTART, [*asked, *overrides])
 
 

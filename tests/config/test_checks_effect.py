@@ -26,8 +26,6 @@ def found(*overrides: str, facts: Facts = SYNC) -> list[Problem]:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["rollout.max_staleness=0", "rollout.on_stale=wait"], "rollout.on_stale", "raise rollout.max_staleness, or leave"),
-        (["rollout.max_staleness=0", "rollout.on_stale=reissue"], "rollout.on_stale", "at its default, mask"),
         (["data.epochs=2", "rollout.quarantine_after=4"], "rollout.quarantine_after", "raise data.epochs"),
         (["reward.concurrency=8"], "reward.concurrency", "write one as `async def`, or raise reward.workers"),
         (["training.final_learning_rate_factor=0.1"], "training.final_learning_rate_factor", "does not decay"),
@@ -56,7 +54,7 @@ def test_what_would_have_no_effect_is_refused(overrides: list[str], key: str, wo
 @pytest.mark.parametrize(
     ("overrides", "facts"),
     [
-        (["rollout.max_staleness=1", "rollout.on_stale=wait"], SYNC),
+        (["rollout.max_staleness=0", "rollout.on_stale=wait"], SYNC),
         (["data.epochs=4", "rollout.quarantine_after=4"], SYNC),
         (["rollout.quarantine_after=9"], SYNC),
         (["data.epochs=1", "rollout.quarantine_after=1"], SYNC),
@@ -106,3 +104,11 @@ def test_parameters_of_the_algorithm_that_change_nothing_are_said() -> None:
     assert said("algorithm.loss.clip_high=0.3", "algorithm.proximal=behave", "algorithm.correction=none") == ""
     assert "algorithm.correction.decay does nothing" in said("algorithm.correction.decay=0.3", "rollout.max_staleness=0")
     assert said("algorithm.correction.decay=0.3") == ""
+
+
+def test_a_rule_for_stale_tokens_that_none_needs_is_said() -> None:
+    def said(*overrides: str) -> str:
+        return "\n".join(advice(load_mapping(MINIMAL, overrides).config, SYNC))
+
+    assert "rollout.on_stale wait never acts" in said("rollout.max_staleness=0", "rollout.on_stale=wait")
+    assert said("rollout.max_staleness=1", "rollout.on_stale=wait") == ""
