@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -88,6 +89,10 @@ def wait_for_rank_zero(rank, store, how, timeout_seconds):
     """(seconds, type, text) of what rank 1 raises."""
     prefixed = dist.PrefixStore(how, store)
     group = RankGroup(rank=rank, world_size=2, store=prefixed, device=torch.device("cpu"), timeout_seconds=timeout_seconds)
+    if rank:
+        prefixed.set("rank 1 is there", "")
+    else:
+        prefixed.wait(["rank 1 is there"], timedelta(seconds=DEADLINE_SECONDS))  # it meets rank 0 alive
     began = time.monotonic()
     try:
         if rank == 0 and how == "dead":
