@@ -1,9 +1,9 @@
 """What the pipeline itself costs: CPU time of all processes, less forward, backward, optimizer and decode, per trajectory.
 
 The quickstart runs as a user runs it. Between two steps, CPU seconds (user and system) of every process of the run are read,
-Ray's and the launcher's included; what the trainer spent in forward, backward and optimizer, and the server in the model (its keys
-and values moved from slot to slot included) and in
-sampling, is taken off (both read their own thread's processor time). The rest is what moving, scoring and recording cost.
+Ray's and the launcher's included. What the trainer spent in forward, backward and optimizer is taken off, and what the server
+spent in the model, in moving its keys and values from slot to slot, and in sampling (both read their own thread's processor
+time). The rest is what moving, scoring and recording cost.
 The limit is 0.5 ms a trajectory. There is no baseline to compare with: `baseline` is the limit, `ratio` what is used of it.
 """
 
