@@ -170,6 +170,7 @@ class _Doorkeeper:
         with self._requests as requests, contextlib.suppress(zmq.ContextTerminated):
             while (request := requests.recv_multipart()) != [_DISMISSED]:
                 requests.send_multipart(self._answer(request))
+            requests.unbind(_ZAP_ADDRESS)  # at once; closing gives the address back some time later
             requests.send(b"")
 
     def _answer(self, request: list[bytes]) -> list[bytes]:

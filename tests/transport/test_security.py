@@ -174,6 +174,15 @@ def test_a_closed_receiver_leaves_no_doorkeeper(keys):
     assert security._Doorkeeper._all == {}
 
 
+def test_a_doorkeeper_that_was_dismissed_makes_room_for_the_next_at_once(keys):
+    context = zmq.Context()
+    for _ in range(300):
+        with context.socket(zmq.ROUTER) as socket:
+            security.door().guard(socket, serves=True)
+        security.dismiss(context)
+    context.term()
+
+
 def test_on_loopback_sockets_are_as_they_were():
     assert security.door() == Door()
     assert security.door().place("tcp://127.0.0.1:*") == "tcp://127.0.0.1:*"
