@@ -2,8 +2,9 @@
 
     row              service               its parts
     message_queue    MessageQueueService   broker and ledger of its own
-    parameter_sync   ParameterSyncService  a ZeroMQ channel to each server's receiver
+    parameter_sync   ParameterSyncService  a line to each server: ZeroMQ to its receiver, or HTTP (sync.mode broadcast, disk)
     inference/i      InferenceServer       the embedded engine, a weight receiver around it
+                     SglangServer          or an SGLang server as its child, or one that is attached to
     trainer/i        TrainerService        FSDP2 engine, shared-memory publisher; rank 0 also receiver, ledger, tracker
     rollouter        Rollouter             prompt source, fleet client, agent, sender, ledger, tracker
     reward           RewardFront           receiver, sender, ledger, tracker
@@ -14,6 +15,7 @@ Imports stand inside the builders, so that a process loads what its own row need
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
     from asyncrl.protocols import TrainingEngine
     from asyncrl.services.message_queue.recovery import Recovery
+    from asyncrl.services.parameter_sync.service import Channel
     from asyncrl.services.reward import FrontParts
     from asyncrl.services.rollouter.parts import RollouterParts
     from asyncrl.services.trainer.parts import TrainerParts
@@ -46,11 +49,11 @@ def assemble(spec: RunSpec, row: Row, life: Life) -> Service:
     return _BUILDERS[row.role](spec, row, life)
 
 
-def load(row: Row) -> None:
+def load(spec: RunSpec, row: Row) -> None:
     """Import what takes seconds of the parts of `row`, which may happen while its model is still being made."""
     if row.role == "trainer":
         import asyncrl.engines.fsdp
-    elif row.role == "inference":
+    elif row.role == "inference" and spec.config["inference"]["engine"] == "embedded":
         import asyncrl.engines.embedded  # noqa: F401
 
 
@@ -84,10 +87,10 @@ def _recovery(life: Life) -> Recovery:
 
 def _parameter_sync(spec: RunSpec, row: Row, life: Life) -> Service:
     from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
-    from asyncrl.weight_sync.channel import ReceiverChannel
     from asyncrl.weight_sync.plan import bucket_bytes
 
-    sync = spec.parsed_config().sync
+    config = spec.parsed_config()
+    sync = config.sync
     throttle = sync.max_megabytes_per_second
     settings = SyncSettings(
         transport=sync.transport,
@@ -98,21 +101,90 @@ def _parameter_sync(spec: RunSpec, row: Row, life: Life) -> Service:
         timeout_seconds=sync.timeout_seconds,
         silence_seconds=sync.silence_seconds,
     )
-    return ParameterSyncService(settings, connect=ReceiverChannel, clock=CLOCK, record=Path(spec.run_dir) / "sync.jsonl")
+    return ParameterSyncService(settings, connect=_line(spec, config), clock=CLOCK, record=Path(spec.run_dir) / "sync.jsonl")
+
+
+def _line(spec: RunSpec, config: Config) -> Callable[[str, str, str], Channel]:
+    """What carries versions to a server, by sync.mode."""
+    from asyncrl.weight_sync.channel import ReceiverChannel, staged_line
+
+    if config.sync.mode == "staged":
+        return staged_line
+    from asyncrl.weight_sync.endpoints import UpdateEndpoints
+    from asyncrl.weight_sync.http_channel import Carrier, DiskCarrier, HttpChannel
+
+    def line(name: str, http: str, weights: str) -> HttpChannel:
+        endpoints = UpdateEndpoints(http, token=security.door().token, timeout_seconds=config.sync.timeout_seconds)
+        carrier: Carrier
+        if config.sync.mode == "disk":
+            folder = Path(config.sync.folder or spec.run_dir) / "versions" / name.replace("/", "-")
+            carrier = DiskCarrier(endpoints, folder, Path(model_folder(config.model.path)))
+        else:
+            from asyncrl.weight_sync.broadcast import BroadcastCarrier
+
+            carrier = BroadcastCarrier(
+                endpoints,
+                tensor_parallel=config.inference.tensor_parallel,
+                timeout_seconds=config.sync.timeout_seconds,
+            )
+        return HttpChannel(endpoints, carrier, ReceiverChannel(weights) if weights else None)
+
+    return line
 
 
 def _inference(spec: RunSpec, row: Row, life: Life) -> Service:
+    config = spec.parsed_config()
+    return _sglang(spec, row, config) if config.inference.engine == "sglang" else _embedded(row, config)
+
+
+def _sglang(spec: RunSpec, row: Row, config: Config) -> Service:
+    from asyncrl.engines.sglang.arguments import ServerOptions
+    from asyncrl.engines.sglang.process import AttachedServers, OwnServers
+    from asyncrl.services.sglang_server import Servers, SglangServer
+
+    inference, run_dir = config.inference, Path(spec.run_dir)
+    servers: Servers
+    if inference.attach:
+        attached = inference.attach[row.index or 0]
+        servers = AttachedServers(attached.url, attached.receiver, silence_seconds=config.sync.silence_seconds)
+    else:
+        options = ServerOptions(
+            python=inference.python or sys.executable,
+            launcher=inference.launcher,
+            model_path=str(model_folder(config.model.path)),
+            dtype=config.model.dtype,
+            context_tokens=_room(config),
+            max_batch=inference.max_batch,
+            device=_server_device(),
+            tokenizer=config.model.tokenizer,
+            trust_remote_code=config.model.trust_remote_code,
+            tensor_parallel=inference.tensor_parallel,
+            memory_fraction=inference.memory_fraction,
+            further=inference.arguments,
+            run_dir=spec.run_dir,
+            commit_seconds=config.sync.timeout_seconds,
+        )
+        servers = OwnServers(options, logs.log_path(run_dir, f"{row.name}/sglang"))
+    return SglangServer(row.name, servers, start_seconds=config.cluster.start_timeout_seconds, clock=CLOCK)
+
+
+def _room(config: Config) -> int:
+    """Tokens of a prompt and its response that a server has room for."""
+    from asyncrl.config.checks import longest_sequence
+
+    return config.inference.context_tokens or longest_sequence(config)
+
+
+def _embedded(row: Row, config: Config) -> Service:
     from asyncrl.engines.embedded import EngineOptions
     from asyncrl.services.inference import InferenceServer
     from asyncrl.weight_sync.receiver import WeightReceiver
 
-    config = spec.parsed_config()
-    room = config.inference.context_tokens or config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     wanted = config.inference.batch_invariant
     options = EngineOptions(
         dtype=config.model.dtype,
         device=_server_device(),
-        context_tokens=room,
+        context_tokens=_room(config),
         max_batch=config.inference.max_batch,
         tokenizer=config.model.tokenizer,
         trust_remote_code=config.model.trust_remote_code,
@@ -231,7 +303,7 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     held_out = objects.eval if objects.eval is not None else data.eval
     folder = model_folder(config.model.path)
     tokenizer = HfTokenizer(config.model.tokenizer or folder, model_path=folder, trust_remote_code=config.model.trust_remote_code)
-    engine = FleetClient(token=security.door().token)
+    engine = FleetClient(is_embedded=config.inference.engine == "embedded", token=security.door().token)
     queue, reward = RpcClient(book["message_queue"]["rpc"]), RpcClient(book["reward"]["rpc"])
     fleet = RpcFleet(book["parameter_sync"]["rpc"])
     away = config.queue.reconnect_seconds

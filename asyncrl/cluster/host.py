@@ -59,7 +59,7 @@ class ServiceHost:
         """Import what the service is made of. What goes wrong here goes wrong again in `start`, and is told there."""
         from asyncrl.cluster import assembly
 
-        assembly.load(self._row)
+        assembly.load(self._spec, self._row)
 
     def start(self) -> tuple[str, Any]:
         """The service's addresses, with ``pid`` and ``host`` among them."""

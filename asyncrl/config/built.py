@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 NOT_BUILT: Mapping[str, tuple[str, ...]] = {
-    "inference.engine": ("sglang",),
-    "sync.mode": ("broadcast", "disk"),
     "algorithm.proximal": ("loglinear",),
     "algorithm.advantage": (
         "reinforce_pp_baseline", "remax", "opo", "gpg", "grpo_passk", "gdpo", "gae", "optimal_token_baseline",

@@ -61,16 +61,27 @@ def advice(config: Config, facts: Facts) -> list[str]:
     return said
 
 
+SGLANG_SPARE_TOKENS = 2
+"""Of its context, which an SGLang server keeps for itself: a response that needs them is cut short without a word."""
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt with its longest response, and those that the server keeps for itself."""
+    spare = SGLANG_SPARE_TOKENS if config.inference.engine == "sglang" else 0
+    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens + spare
+
+
 def _context(config: Config, facts: Facts) -> Iterator[Problem]:
-    rollout, served = config.rollout, config.inference.context_tokens
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    rollout, served, longest = config.rollout, config.inference.context_tokens, longest_sequence(config)
     limit = facts.model.context_tokens if facts.model else None
+    spare = longest - rollout.max_prompt_tokens - rollout.max_response_tokens
+    kept = f" + {spare} that SGLang keeps" if spare else ""
     if served is not None and longest > served:
         yield Problem(
             "inference.context_tokens",
             f"inference.context_tokens is {served}, but a prompt and its response may take {longest} tokens "
             f"(rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_response_tokens "
-            f"{rollout.max_response_tokens}): raise inference.context_tokens to at least {longest}, or lower those",
+            f"{rollout.max_response_tokens}{kept}): raise inference.context_tokens to at least {longest}, or lower those",
         )
     if limit is None:
         return
@@ -78,8 +89,8 @@ def _context(config: Config, facts: Facts) -> Iterator[Problem]:
         longer = "response" if rollout.max_response_tokens >= rollout.max_prompt_tokens else "prompt"
         yield Problem(
             f"rollout.max_{longer}_tokens",
-            f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_response_tokens {rollout.max_response_tokens} "
-            f"is {longest}, but the context of {config.model.path} is {limit} tokens: lower their sum to {limit}",
+            f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_response_tokens {rollout.max_response_tokens}"
+            f"{kept} is {longest}, but the context of {config.model.path} is {limit} tokens: lower their sum to {limit - spare}",
         )
     elif served is not None and served > limit:
         yield Problem(
@@ -292,11 +303,54 @@ def _bind_address(config: Config, facts: Facts) -> Iterator[Problem]:
         )
 
 
+def _sglang(config: Config, facts: Facts) -> Iterator[Problem]:
+    inference, sync = config.inference, config.sync
+    if inference.engine != "sglang":
+        if sync.mode != "staged":
+            yield Problem(
+                "sync.mode",
+                f"sync.mode is {sync.mode}, which goes through SGLang's own endpoints, and inference.engine is embedded: set "
+                "sync.mode to staged, or inference.engine to sglang",
+            )
+        return
+    if inference.attach and len(inference.attach) != inference.servers:
+        yield Problem(
+            "inference.servers",
+            f"inference.servers is {inference.servers}, but inference.attach names {len(inference.attach)}: set "
+            f"inference.servers to {len(inference.attach)}",
+        )
+    urls = [server.url for server in inference.attach]
+    for index, server in enumerate(inference.attach):
+        if server.url in urls[:index]:
+            yield Problem(f"inference.attach.{index}.url", f"inference.attach names {server.url} twice: name each server once")
+        if sync.mode == "staged" and server.receiver is None:
+            yield Problem(
+                f"inference.attach.{index}.receiver",
+                f"sync.mode is staged, and no receiver of the server at {server.url} is named: start it with "
+                "ASYNCRL_RECEIVER=tcp://HOST:PORT in an environment that has asyncrl (pip install --no-deps asyncrl) and name "
+                f"that address as inference.attach.{index}.receiver, or set sync.mode to broadcast or disk",
+            )
+        if sync.mode != "staged" and sync.verify and server.receiver is None:
+            yield Problem(
+                "sync.verify",
+                f"sync.verify compares what is live in a server with what was published, which needs asyncrl's receiver there, "
+                f"and none of the server at {server.url} is named: name it as inference.attach.{index}.receiver, or set "
+                "sync.verify to false",
+            )
+    if sync.mode == "staged" and inference.tensor_parallel > 1:
+        yield Problem(
+            "inference.tensor_parallel",
+            f"inference.tensor_parallel is {inference.tensor_parallel}, and sync.mode staged brings shards to servers of one "
+            "device each so far: use more inference.servers, or sync.mode broadcast or disk",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     _data_rows,
     _group_of_one,
     _context,
     _cache,
+    _sglang,
     _on_policy,
     _agent,
     _rewards,

@@ -51,6 +51,51 @@ EFFECTS: tuple[Effect, ...] = (
         "write one as `async def`, or raise reward.workers",
     ),
     Effect(
+        (
+            "inference.python",
+            "inference.launcher",
+            "inference.attach",
+            "inference.tensor_parallel",
+            "inference.memory_fraction",
+            "inference.arguments",
+        ),
+        lambda config, facts: config.inference.engine == "sglang",
+        "inference.engine is embedded, which is a process of asyncrl's own",
+        "set inference.engine to sglang",
+    ),
+    Effect(
+        ("inference.batch_invariant",),
+        lambda config, facts: config.inference.engine == "embedded",
+        "inference.engine sglang decides by its own arguments what depends on what else is served",
+        "set inference.arguments to {enable-deterministic-inference: true}",
+    ),
+    Effect(
+        (
+            "inference.python",
+            "inference.launcher",
+            "inference.tensor_parallel",
+            "inference.memory_fraction",
+            "inference.arguments",
+            "inference.max_batch",
+            "inference.context_tokens",
+        ),
+        lambda config, facts: not config.inference.attach,
+        "the servers of inference.attach were started by somebody else, with arguments of their own",
+        "leave inference.attach out",
+    ),
+    Effect(
+        ("sync.folder",),
+        lambda config, facts: config.sync.mode == "disk",
+        "sync.mode writes no version to a disk",
+        "set sync.mode to disk",
+    ),
+    Effect(
+        ("sync.transport",),
+        lambda config, facts: config.sync.mode == "staged",
+        "sync.mode broadcast and disk have a transport of their own",
+        "set sync.mode to staged",
+    ),
+    Effect(
         ("training.final_learning_rate_factor",),
         lambda config, facts: config.training.schedule != "constant",
         "training.schedule constant does not decay",
@@ -89,7 +134,7 @@ def check_effects(config: Config, facts: Facts) -> Iterator[Problem]:
         if effect.acts(config, facts):
             continue
         for key in effect.keys:
-            value, default = _value(config, key), node(key).info.default
+            value, default = _value(config, key), node(key).info.get_default(call_default_factory=True, validated_data={})
             if value != default:
                 remedy = f"{effect.fix}, or leave {key} at its default, {_text(default)}"
                 yield Problem(key, f"{key} is {_text(value)}, but {effect.because}: {remedy}")

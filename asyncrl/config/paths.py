@@ -31,13 +31,20 @@ def absolute_paths(config: Config, cwd: Path) -> Config:
     """The same configuration with every relative path made absolute from `cwd`."""
     functions = [_with(item, function=_source(item.function, cwd)) for item in config.reward.functions]
     data, mlflow, tokenizer, state_dir = config.data, config.tracking.mlflow, config.model.tokenizer, config.cluster.state_dir
+    python, launcher, folder = config.inference.python, config.inference.launcher, config.sync.folder
     return _with(
         config,
         model=_with(config.model, path=_folder(config.model.path, cwd), tokenizer=tokenizer and _folder(tokenizer, cwd)),
         data=_with(data, train=_source(data.train, cwd), eval=data.eval and _source(data.eval, cwd)),
         rollout=_with(config.rollout, agent=_source(config.rollout.agent, cwd)),
+        inference=_with(
+            config.inference,
+            python=python and (str(_absolute(Path(python), cwd)) if "/" in python else python),
+            launcher=launcher and str(_absolute(Path(launcher), cwd)),
+        ),
         reward=_with(config.reward, functions=functions),
         tracking=_with(config.tracking, mlflow=mlflow and _with(mlflow, uri=_store(mlflow.uri, cwd))),
+        sync=_with(config.sync, folder=folder and str(_absolute(Path(folder), cwd))),
         cluster=_with(config.cluster, state_dir=state_dir and str(_absolute(Path(state_dir), cwd))),
     )
 

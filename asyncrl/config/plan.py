@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncrl.config.checks import advice
+from asyncrl.config.checks import advice, longest_sequence
 from asyncrl.config.facts import Facts, ModelFacts
 from asyncrl.config.schema import Config
 
@@ -117,7 +117,7 @@ def _processes(config: Config, facts: Facts) -> list[PlannedProcess]:
 
 
 def _context(config: Config) -> int:
-    return config.inference.context_tokens or config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return config.inference.context_tokens or longest_sequence(config)
 
 
 def _queue_bytes(config: Config) -> int:

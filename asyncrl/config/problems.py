@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from asyncrl.config import built
-from asyncrl.config.schema import HUGE
+from asyncrl.config.schema import HUGE, PATTERNS
 from asyncrl.config.walk import ROOT, Node, names_of, nearest, nearest_key, node
 from asyncrl.config.yaml_text import Path
 from asyncrl.errors import Problem
@@ -64,6 +64,8 @@ def type_words(annotation: Any) -> str:
         return " or ".join([*words, "null"]) if NoneType in args else " or ".join(words)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping with any of {', '.join(annotation.model_fields)}"
+    if origin is dict:
+        return "a mapping of names to values"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(annotation, str(annotation))
 
 
@@ -83,7 +85,7 @@ def bounds(metadata: Iterable[Any]) -> list[str]:
             case annotated_types.MinLen(min_length=1):
                 words.append("not empty")
             case _ if getattr(item, "pattern", None):
-                words.append("of letters, digits, dots, dashes and underscores")
+                words.append(PATTERNS[item.pattern])
     return words
 
 

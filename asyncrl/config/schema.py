@@ -33,6 +33,14 @@ def _countable(value: int) -> int:
 
 Whole = Annotated[int, AfterValidator(_countable)]
 
+NAME_PATTERN, HTTP_PATTERN, TCP_PATTERN = r"^[A-Za-z0-9._-]+$", r"^http://[^/?#\s]+$", r"^tcp://[^/?#\s]+:[0-9]+$"
+PATTERNS = {
+    NAME_PATTERN: "of letters, digits, dots, dashes and underscores",
+    HTTP_PATTERN: "http://host:port",
+    TCP_PATTERN: "tcp://host:port",
+}
+"""What a text must look like, in words."""
+
 
 def _sampled(value: float) -> float:
     if value <= 0:
@@ -131,6 +139,30 @@ class RolloutConfig(Section):
     )
 
 
+class AttachedServer(Section):
+    url: str = Field(pattern=HTTP_PATTERN, description="HTTP address of a running SGLang server, such as http://10.0.0.2:30000.")
+    receiver: str | None = Field(
+        None,
+        pattern=TCP_PATTERN,
+        description="Where the server's weight receiver listens, as its ASYNCRL_RECEIVER says; sync.mode staged needs it.",
+    )
+
+
+def _server_arguments(values: dict[Any, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        if not isinstance(name, str) or not (value is None or isinstance(value, str | int | float)):
+            raise PydanticCustomError(
+                "rule",
+                "inference.arguments has {name}: {value}, but takes arguments by their names, each a text, a number, true or null: "
+                "write them as {{chunked-prefill-size: 2048}}",
+                {"name": str(name), "value": repr(value)},
+            )
+    return values
+
+
+ServerArguments = Annotated[dict[Any, Any], AfterValidator(_server_arguments)]
+
+
 class InferenceConfig(Section):
     engine: Literal["embedded", "sglang"] = Field(
         "embedded", description="What serves generation: the embedded engine, or SGLang servers."
@@ -142,6 +174,26 @@ class InferenceConfig(Section):
         description="Prompt plus response that a server has room for; null takes max_prompt_tokens + max_response_tokens.",
     )
     max_batch: Whole = Field(128, ge=1, description="Sequences that one server decodes at once.")
+    python: str | None = Field(
+        None, min_length=1, description="Python of the environment that has SGLang; null is the one that runs asyncrl."
+    )
+    launcher: str | None = Field(
+        None,
+        min_length=1,
+        description="Script that starts a server in place of `-m sglang.launch_server`: deploy/sglang-cpu/launch.py where there is no GPU.",
+    )
+    attach: list[AttachedServer] = Field(
+        default_factory=list,
+        description="Running SGLang servers to use, one for each of inference.servers, instead of starting any.",
+    )
+    tensor_parallel: Whole = Field(1, ge=1, description="GPUs that share one SGLang server's model.")
+    memory_fraction: float | None = Field(
+        None, gt=0, lt=1, description="Share of a GPU's memory for SGLang's weights and KV cache; null leaves it to SGLang."
+    )
+    arguments: ServerArguments = Field(
+        default_factory=dict,
+        description="Further arguments of the SGLang servers by their long names, such as {chunked-prefill-size: 2048}; held against the server's own list before it starts.",
+    )
     batch_invariant: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Whether tokens and log-probs depend, bit for bit, on prompt and seed alone, whatever else is served; auto: where rollout.max_staleness is 0 and the model can be served so.",
@@ -225,7 +277,13 @@ class TrainingConfig(Section):
 
 
 class SyncConfig(Section):
-    mode: Literal["staged", "broadcast", "disk"] = Field("staged", description="How a new version reaches the servers.")
+    mode: Literal["staged", "broadcast", "disk"] = Field(
+        "staged",
+        description="How a new version reaches the servers. staged: shards travel while they decode, and are swapped in between two steps; broadcast: whole tensors through SGLang's update group (NCCL or gloo), under a pause; disk: safetensors in a folder that servers read, under a pause.",
+    )
+    folder: str | None = Field(
+        None, min_length=1, description="Folder for the versions of mode disk, which every server sees; null: the run directory."
+    )
     transport: Literal["auto", "shared_memory", "zeromq"] = Field(
         "auto",
         description="What carries the shards; auto takes shared_memory to servers that listen on loopback, zeromq to all others.",
@@ -307,7 +365,7 @@ class ClusterConfig(Section):
 class Config(Section):
     """A whole pipeline.yaml, resolved."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; letters, digits, dot, dash, underscore.")
+    name: str = Field("run", pattern=NAME_PATTERN, description="Name of the run; letters, digits, dot, dash, underscore.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the prompt order, of sampling, and of everything else drawn.")
     model: ModelConfig = Field(description="The policy.")
     data: DataConfig = Field(description="Prompts.")

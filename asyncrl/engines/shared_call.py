@@ -36,7 +36,7 @@ MAX_MEMBERS = 1024  # responses in one call
 ABORT_SECONDS = 10.0
 DRAIN_SECONDS = 10.0
 CHUNK_TOKENS = 64  # what a lost server costs at most, of each response; a chunk of them costs less than one decode step
-CUMULATIVE_CHUNK_TOKENS = 1024  # where every chunk holds all tokens so far
+SGLANG_CHUNK_TOKENS = 256  # one that asyncrl did not start may send all tokens so far with every chunk
 GONE_OR_FULL = 503  # the HTTP status of a server that ends, or has no room
 HEADERS = {"Content-Type": "application/json"}
 DONE = b"[DONE]"
@@ -274,7 +274,7 @@ class SharedCall:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "ignore_eos": sampling.ignore_eos,
-            "stream_interval": CHUNK_TOKENS if self._is_embedded else CUMULATIVE_CHUNK_TOKENS,
+            "stream_interval": CHUNK_TOKENS if self._is_embedded else SGLANG_CHUNK_TOKENS,
         }
         if sampling.stop_token_ids:
             shared["stop_token_ids"] = list(sampling.stop_token_ids)

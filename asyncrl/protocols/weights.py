@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
-ServerState = Literal["STARTING", "READY", "UPDATING", "STALE", "DEAD"]
+ServerState = Literal["STARTING", "READY", "UPDATING", "STALE", "DEAD", "RESTARTING", "RETIRED"]
 KvPolicy = Literal["keep", "recompute"]
 
 
@@ -68,6 +68,13 @@ class CommitReport:
 
 class WeightTarget(Protocol):
     """A server's side: the live parameters, and a swap between two decode steps."""
+
+    def find(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        """Learn by which Hugging Face names, with which shapes, the trainer knows the parameters, before `live` and `spare` are
+        asked for; a server that keeps them fused or padded looks for each. Raises PlanMismatch for one that it cannot find."""
+
+    def spare(self) -> Mapping[str, torch.Tensor]:
+        """Tensors like the live ones that are not in use: a version is put together in them."""
 
     def live(self) -> Mapping[str, torch.Tensor]:
         """Parameters by their Hugging Face names; a tied parameter appears once, under its first name."""

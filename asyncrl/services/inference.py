@@ -14,9 +14,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import random
 import signal
-import socket
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -29,9 +27,9 @@ from asyncrl.errors import RunError, UserError
 from asyncrl.protocols import PolicyVersion, WeightTarget
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.transport import security
+from asyncrl.transport.ports import free_port
 
 log = logging.getLogger(__name__)
-PORTS = range(20_000, 32_000)  # outside the ranges from which systems draw ports for outgoing connections
 WATCH_SECONDS = 0.25
 
 
@@ -138,15 +136,6 @@ class InferenceServer:
             "pause_ms_p50": statistics.median(pauses) if pauses else 0.0,
         }
         return {"servers": {self.name: figures}}
-
-
-def free_port(host: str) -> int:
-    """A port that nobody has now, of those that no outgoing connection is given: it can be had again after this process."""
-    for port in random.sample(PORTS, len(PORTS)):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind((host, port))
-            return port
-    raise RunError(f"no port of {PORTS.start}–{PORTS.stop - 1} is free on {host}: end what holds them (`ss -ltn` lists it)")
 
 
 def version_number(text: str) -> int | None:

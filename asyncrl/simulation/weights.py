@@ -40,7 +40,9 @@ class SimulatedSync:
     ):
         self.lag, self.on_commit = lag, on_commit
         self.receivers = {name: SimulatedReceiver(self, name) for name in servers}
-        self.service = ParameterSyncService(settings or SyncSettings(), connect=self.receivers.__getitem__, clock=clock)
+        self.service = ParameterSyncService(
+            settings or SyncSettings(), connect=lambda name, http, weights: self.receivers[weights], clock=clock
+        )
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

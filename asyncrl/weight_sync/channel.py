@@ -73,7 +73,7 @@ class Progress:
     unverified: Callable[[Unverified], None] = lambda reason: None
 
 
-_NOBODY = Progress()
+NOBODY = Progress()
 
 
 class ReceiverChannel:
@@ -99,11 +99,22 @@ class ReceiverChannel:
         """What the receiver holds: session, committed, begun, counters. Raises DeadlineExceeded."""
         return await self._wait(self._send("STATUS", PolicyVersion(0, 0)), timeout)
 
+    async def check(self, order: Order) -> None:
+        """Compare what is live there, whoever brought it, with what was published. Raises DigestMismatch, or as `update`."""
+        for known in (self._known_plan == (self._session, order.plan.id), False):
+            plan = None if known else order.plan.to_wire()
+            answer = await self._wait(self._send("CHECK", order.version, plan_id=order.plan.id, plan=plan), order.timeout_seconds)
+            if answer.get("error") != "unknown_plan":
+                _compare(order, checksums_from_wire(_checked(answer)["checksums"]))
+                self._known_plan = (self._session, order.plan.id)
+                return
+        raise SyncError(f"the receiver at {self.address} does not take plan {order.plan.id}")
+
     def cancel(self, version: PolicyVersion) -> None:
         """Tell the receiver to give `version` up; nobody waits for the answer."""
         self._send("CANCEL", version)
 
-    async def update(self, order: Order, progress: Progress = _NOBODY) -> Outcome:
+    async def update(self, order: Order, progress: Progress = NOBODY) -> Outcome:
         """Transfer, commit, verify.
 
         Raises DeadlineExceeded past a move's deadline, DigestMismatch when slices keep arriving wrong or the live digest
@@ -253,6 +264,11 @@ class ReceiverChannel:
                 continue
             self._session = header["session"]
             answer.set_result(header)
+
+
+def staged_line(name: str, http: str, weights: str) -> ReceiverChannel:
+    """The line to the server `name`, whose receiver is at `weights`."""
+    return ReceiverChannel(weights)
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

@@ -186,6 +186,7 @@ class _Executor:
             "BUCKET": self._bucket,
             "COMMIT": self._commit,
             "DIGEST": self._digest,
+            "CHECK": self._check,
         }
 
     def status(self) -> dict[str, Any]:
@@ -250,14 +251,20 @@ class _Executor:
             raise Refused("stale_incarnation", f"incarnation {version.incarnation} is over, {self._incarnation} has begun")
         if self._committed is not None and version < self._committed:
             raise Refused("old_version", f"{self._committed} is live, {version} is older")
+        plan = self._known_plan(header)
+        if plan is not self._plan:
+            self._staging = self._staging or Staging(self._target.spare())
+        return plan
+
+    def _known_plan(self, header: dict[str, Any]) -> Plan:
+        """The plan that comes with a message, or that an earlier one brought; it fits the live parameters."""
         sent = header.get("plan")
         plan = Plan.from_wire(sent) if sent is not None else self._plans.get(header["plan_id"])
         if plan is None:
             raise Refused("unknown_plan", f"plan {header['plan_id']} was never sent to this receiver")
-        if plan is not self._plan:
-            live = self._target.live()
-            check_plan(plan, live)
-            self._staging = self._staging or Staging(live)
+        if plan.id not in self._plans:
+            self._target.find({spec.name: spec.shape for spec in plan.tensors})
+            check_plan(plan, self._target.live())
         self._plans = {plan.id: plan}
         return plan
 
@@ -313,6 +320,10 @@ class _Executor:
         checksums: Checksums = live_checksums(self._plan, self._target.live(), Pace(), self._staging.slices)
         self._digest_of_live = version, digest_of(checksums)
         return {"checksums": checksums_to_wire(checksums)}
+
+    def _check(self, version: PolicyVersion, header: dict[str, Any], _: Bytes) -> dict[str, Any]:
+        plan = self._known_plan(header)
+        return {"checksums": checksums_to_wire(live_checksums(plan, self._target.live(), Pace()))}
 
     def _begun(self, version: PolicyVersion) -> tuple[Plan, Staging]:
         if self._staging is None or self._plan is None or self._staging.version != version:

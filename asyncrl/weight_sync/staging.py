@@ -80,10 +80,10 @@ class SliceBytes:
 
 
 class Staging:
-    """Tensors like the live ones, filled slice by slice; complete when every slice arrived with the checksum it was sent with."""
+    """Tensors that are filled slice by slice; complete when every slice arrived with the checksum it was sent with."""
 
-    def __init__(self, live: Mapping[str, torch.Tensor]):
-        self.tensors = {name: torch.empty_like(tensor.detach()) for name, tensor in live.items()}
+    def __init__(self, spare: Mapping[str, torch.Tensor]):
+        self.tensors = dict(spare)
         self.version: PolicyVersion | None = None
         self.slices: SliceBytes | None = None
         self._missing: set[int] = set()

@@ -5,6 +5,7 @@
     BUCKET   (first, count, …) + bytes             these slices, as they lie in the slot from the first one on
     COMMIT   (kv_policy)                           swap, if the version is complete
     DIGEST   ()                                    checksums of every slice, from the live parameters
+    CHECK    (plan_id, plan?)                      checksums of every slice of this plan, from whatever is live
     STATUS   ()                                    what the receiver holds (committed, digest); answered at once
     CANCEL   ()                                    give up reading this version
 
@@ -27,13 +28,13 @@ import numpy.typing as npt
 from asyncrl.errors import MalformedFrame
 from asyncrl.protocols.weights import KvPolicy
 
-Kind = Literal["BEGIN", "FETCH", "BUCKET", "COMMIT", "DIGEST", "STATUS", "CANCEL"]
+Kind = Literal["BEGIN", "FETCH", "BUCKET", "COMMIT", "DIGEST", "CHECK", "STATUS", "CANCEL"]
 KINDS = frozenset(get_args(Kind))
 ERRORS = frozenset(
     {
         "stale_incarnation",  # an earlier start of the trainer
         "old_version",  # older than what is committed
-        "unknown_plan",  # BEGIN named a plan that this receiver was never told
+        "unknown_plan",  # BEGIN or CHECK named a plan that this receiver was never told
         "plan_mismatch",  # the plan and the live parameters disagree
         "not_begun",  # the message's version is not the one begun
         "superseded",  # cancelled, or a newer version began meanwhile
@@ -115,8 +116,10 @@ def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _EVERY: dict[str, Callable[[Any], bool]] = dict.fromkeys(("request", "incarnation", "version"), _is_count)
+_NAMED_PLAN = {"plan_id": _is_text, "plan": _or_none(lambda value: type(value) is dict)}
 _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "BEGIN": {"plan_id": _is_text, "plan": _or_none(lambda value: type(value) is dict)},
+    "BEGIN": _NAMED_PLAN,
+    "CHECK": _NAMED_PLAN,
     "FETCH": {
         "slots": _list_of(_is_text),
         "slices": _or_none(_list_of(_is_count)),
@@ -134,6 +137,7 @@ _REPLIES: dict[str, dict[str, Callable[[Any], bool]]] = {
     "BUCKET": _MOVED,
     "COMMIT": {"pause_seconds": _is_seconds, "recompute_seconds": _is_seconds},
     "DIGEST": {"checksums": _are_checksums},
+    "CHECK": {"checksums": _are_checksums},
     "STATUS": {"committed": _or_none(_is_version), "begun": _or_none(_is_version), "digest": _or_none(_is_text)},
 }
 

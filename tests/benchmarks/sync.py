@@ -39,7 +39,7 @@ from asyncrl.protocols.weights import KvPolicy
 from asyncrl.services.inference import InferenceServer
 from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
 from asyncrl.transport.rpc import RpcClient
-from asyncrl.weight_sync.channel import Carrier, ReceiverChannel
+from asyncrl.weight_sync.channel import Carrier, ReceiverChannel, staged_line
 from asyncrl.weight_sync.plan import bucket_bytes
 from asyncrl.weight_sync.publisher import ShmPublisher
 from asyncrl.weight_sync.receiver import WeightReceiver
@@ -168,7 +168,7 @@ class Server:
         settings = SyncSettings(
             transport=carrier, kv_policy=kv_policy, bucket_bytes=most, bytes_per_second=bytes_per_second, timeout_seconds=120
         )
-        service = ParameterSyncService(settings, connect=ReceiverChannel, clock=SystemClock())
+        service = ParameterSyncService(settings, connect=staged_line, clock=SystemClock())
         address = (await service.start())["rpc"]
         running = asyncio.create_task(service.run({NAME: {"weights": weights or self.addresses["weights"]}}))
         publisher = ShmPublisher(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from types import NoneType
 from typing import Any, get_args
 
-from asyncrl.config.walk import Node, names_of
+from asyncrl.config.walk import Node, names_of, node
 
 MINIMAL: dict[str, Any] = {
     "model": {"path": "builtin/arithmetic"},
@@ -16,16 +17,27 @@ MINIMAL: dict[str, Any] = {
 }
 
 
+SPECIAL: dict[str, Any] = {
+    "inference.attach": [{"url": "http://127.0.0.1:30000"}],
+    "inference.attach.url": "http://127.0.0.1:30001",
+    "inference.attach.receiver": "tcp://127.0.0.1:30002",
+    "inference.memory_fraction": 0.5,
+    "inference.arguments": {"chunked-prefill-size": 2048, "enable-metrics": True},
+    "reward.functions": [{"function": "numeric"}],
+}
+"""Good values that a field's type alone does not tell."""
+
+
 def at(values: dict[str, Any], key: str) -> tuple[Any, Any]:
     """The holder of a key and the key's last part, sections on the way made; of a list the first item is meant."""
     here: Any = values
     parts = key.split(".")
-    for part in parts[:-1]:
+    for depth, part in enumerate(parts[:-1], 1):
         below = here.get(part)
         if isinstance(below, str):  # an entry by its name
             below = {"name": below}
         if below is None:
-            below = {}
+            below = good_value(node(".".join(parts[:depth]))) if node(".".join(parts[:depth])).is_list else {}
         here[part] = below
         here = below[0] if isinstance(below, list) else below
     return here, parts[-1]
@@ -35,7 +47,9 @@ def wrong_values(node: Node) -> list[Any]:
     """Values of other types than the field takes."""
     text, nullable = str(node.info.annotation), NoneType in get_args(node.info.annotation)
     if node.is_list:
-        return [1, "text", {"a": 1}, [], [3], None]
+        return [1, "text", {"a": 1}, [3], None] + ([[]] if node.required else [])
+    if "dict" in text:
+        return [1, "text", [1], {"a": [1]}, {"a": {"b": 1}}, {1: 2}, None]
     if node.models:
         return [1, 2.5, True, [1]] + ([] if node.is_entry else ["text"]) + ([] if nullable else [None])
     if names_of(node):
@@ -57,11 +71,11 @@ def good_value(node: Node) -> Any:
     names = names_of(node)
     if names:
         return names[0]
+    if node.key in SPECIAL:
+        return copy.deepcopy(SPECIAL[node.key])
     if not node.info.is_required():
         default = node.info.get_default(call_default_factory=True, validated_data={})
         if default is not None:
             return default.model_dump() if hasattr(default, "model_dump") else default
     text = str(node.info.annotation)
-    if node.is_list:
-        return [{"function": "numeric"}]
     return 64 if "int" in text else 64.0 if "float" in text else "builtin/arithmetic"

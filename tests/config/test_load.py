@@ -89,8 +89,6 @@ def test_every_problem_is_reported_at_once_in_the_order_of_the_lines(pipeline: P
     [
         ("algorithm.loss=gspo", "algorithm.loss is gspo, which is known but not built yet: use ppo_clip"),
         ("algorithm.loss={name: gspo}", "not built yet"),
-        ("sync.mode=disk", "not built yet"),
-        ("inference.engine=sglang", "not built yet"),
         ("algorithm.proximal=loglinear", "not built yet"),
         ("algorithm.loss=ppo_clib", "the nearest known one is ppo_clip"),
         ("sync.mode=stagd", "the nearest known one is staged"),
@@ -123,10 +121,12 @@ SETTABLE = [node for node in every_node() if not node.key.endswith(".name") and 
 
 @pytest.mark.parametrize("node", SETTABLE, ids=lambda node: node.key)
 def test_every_field_can_be_set_by_an_override(node: Node) -> None:
-    key = node.key.replace("reward.functions.", "reward.functions.0.")
+    key = node.key.replace("reward.functions.", "reward.functions.0.").replace("inference.attach.", "inference.attach.0.")
     value = good_value(node)
     entry = {"gamma": "reinforce_pp"}.get(key.rpartition(".")[2])
     chosen = [f"{key.rpartition('.')[0]}={entry}"] if entry else []
+    if "inference.attach." in key:
+        chosen.append("inference.attach=[{url: 'http://127.0.0.1:1'}]")
     loaded = load_mapping(MINIMAL, [*chosen, f"{key}={write(value).removesuffix(chr(10) + '...' + chr(10)).strip()}"])
     found = loaded.config.model_dump()
     for part in key.split("."):

@@ -63,7 +63,7 @@ def test_every_unknown_key_is_refused_with_the_nearest(node: Node) -> None:
 
 @pytest.mark.parametrize("node", [node for node in NODES if node.required], ids=lambda node: node.key)
 def test_every_required_field_is_missed_by_name(node: Node) -> None:
-    values = copy.deepcopy(MINIMAL)
+    values = with_value(node.key, good_value(node))
     holder, leaf = at(values, node.key)
     del holder[leaf]
     problem = next(problem for problem in problems_of(values) if bare(problem.key) == node.key)

@@ -20,7 +20,7 @@ from asyncrl.engines import client as client_module
 from asyncrl.engines.client import MAX_LOSSES, FleetClient, fixed_fleet
 from asyncrl.engines.embedded import EmbeddedServer, EngineOptions
 from asyncrl.protocols import Completion, FleetView, GenerateRequest, MemberRequest, SamplingParams, ServerView
-from asyncrl.services.inference import free_port
+from asyncrl.transport.ports import free_port
 from tests.models import tiny_model
 from tests.waiting import until
 

@@ -20,7 +20,7 @@ from asyncrl.engines.client import FleetClient
 from asyncrl.protocols import Completion, FleetView, GenerateRequest, MemberRequest, SamplingParams
 from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
 from asyncrl.services.tasks import cancel
-from asyncrl.weight_sync.channel import ReceiverChannel
+from asyncrl.weight_sync.channel import staged_line
 from asyncrl.weight_sync.fleet_client import RpcFleet
 from asyncrl.weight_sync.publisher import ShmPublisher
 from tests.models import tiny_model
@@ -54,7 +54,7 @@ class World:
 
     async def start(self) -> None:
         await self.start_server()
-        self._sync = ParameterSyncService(SETTINGS, connect=ReceiverChannel, clock=SystemClock())
+        self._sync = ParameterSyncService(SETTINGS, connect=staged_line, clock=SystemClock())
         address = (await self._sync.start())["rpc"]
         weights = AutoModelForCausalLM.from_pretrained(self._model)
         for parameter in weights.parameters():

@@ -270,11 +270,11 @@ PROCESS = """
 import asyncio, json, sys
 from asyncrl.clock import SystemClock
 from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
-from asyncrl.weight_sync.channel import ReceiverChannel
+from asyncrl.weight_sync.channel import staged_line
 
 async def main():
     settings = SyncSettings(heartbeat_seconds=0.02, silence_seconds=2, timeout_seconds=20, bucket_bytes=600)
-    service = ParameterSyncService(settings, connect=ReceiverChannel, clock=SystemClock())
+    service = ParameterSyncService(settings, connect=staged_line, clock=SystemClock())
     earlier = {"rpc": sys.argv[2]} if sys.argv[2] else {}
     print((await service.start(earlier))["rpc"], flush=True)
     await service.run(json.loads(sys.argv[1]))

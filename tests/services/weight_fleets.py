@@ -16,7 +16,7 @@ from asyncrl.protocols.weights import Fleet, WeightPublisher
 from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
 from asyncrl.services.tasks import cancel
 from asyncrl.simulation.weights import SimulatedSync
-from asyncrl.weight_sync.channel import ReceiverChannel
+from asyncrl.weight_sync.channel import staged_line
 from asyncrl.weight_sync.fleet_client import RpcFleet
 from asyncrl.weight_sync.publisher import ShmPublisher
 from asyncrl.weight_sync.receiver import WeightReceiver
@@ -81,7 +81,7 @@ class RealFace:
         self.running = asyncio.create_task(self.service.run(self.book))
 
     def _service(self) -> ParameterSyncService:
-        return ParameterSyncService(self.settings, connect=ReceiverChannel, clock=SystemClock(), record=self.record)
+        return ParameterSyncService(self.settings, connect=staged_line, clock=SystemClock(), record=self.record)
 
     def publisher(self, incarnation: int = 1) -> ShmPublisher:
         self.publishers.append(

@@ -33,6 +33,12 @@ class StandInTarget:
         self.gate.set()
         self.spoil, self.spoiled = False, 0
 
+    def find(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        pass
+
+    def spare(self) -> Mapping[str, torch.Tensor]:
+        return {name: torch.empty_like(tensor) for name, tensor in self._live.items()}
+
     def live(self) -> Mapping[str, torch.Tensor]:
         return self._live
 

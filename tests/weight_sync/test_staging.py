@@ -32,6 +32,10 @@ def slices_of(plan: Plan, tensors: dict[str, torch.Tensor]) -> list[np.ndarray]:
     return values
 
 
+def spare_like(tensors):
+    return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_what_is_written_is_what_was_sent(dtype, transposed):
@@ -53,7 +57,7 @@ def test_what_is_written_is_what_was_sent(dtype, transposed):
 def test_a_flipped_byte_is_refused_and_the_slice_can_be_sent_again():
     sent = {"w": torch.randn(10, 12)}
     plan = plan_of(sent)
-    staging = Staging(sent)
+    staging = Staging(spare_like(sent))
     staging.begin(plan, VERSION)
     pieces = slices_of(plan, sent)
     for index, data in enumerate(pieces):
@@ -68,7 +72,7 @@ def test_a_flipped_byte_is_refused_and_the_slice_can_be_sent_again():
 def test_a_slice_of_the_wrong_length_is_refused():
     sent = {"w": torch.randn(10)}
     plan = plan_of(sent)
-    staging = Staging(sent)
+    staging = Staging(spare_like(sent))
     staging.begin(plan, VERSION)
     assert not staging.write(0, np.zeros(3, np.uint8), 0, Pace())
 
@@ -76,7 +80,7 @@ def test_a_slice_of_the_wrong_length_is_refused():
 def test_beginning_anew_expects_everything_again():
     sent = {"w": torch.randn(4)}
     plan = plan_of(sent)
-    staging = Staging(sent)
+    staging = Staging(spare_like(sent))
     staging.begin(plan, VERSION)
     data = slices_of(plan, sent)[0]
     staging.write(0, data, zlib.crc32(data), Pace())
@@ -87,7 +91,7 @@ def test_beginning_anew_expects_everything_again():
 def test_a_throttled_write_takes_as_long_as_the_rate_says_and_can_be_called_off():
     sent = {"w": torch.randn(100_000)}
     plan = plan_of(sent, limit=1_000_000)
-    staging = Staging(sent)
+    staging = Staging(spare_like(sent))
     staging.begin(plan, VERSION)
     data = slices_of(plan, sent)[0]
     began = time.monotonic()

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.clock import SystemClock
 from asyncrl.services.parameter_sync.service import ParameterSyncService, SyncSettings
-from asyncrl.weight_sync.channel import ReceiverChannel
+from asyncrl.weight_sync.channel import staged_line
 from asyncrl.weight_sync.receiver import WeightReceiver
 from asyncrl.weight_sync.slots import SHARED_MEMORY
 from tests.weight_sync.stand_in import StandInTarget
@@ -43,7 +43,7 @@ class Servers:
         self.targets = [Recorder(getattr(torch, wire_dtype)) for _ in range(2)]
         self.receivers = [WeightReceiver(target) for target in self.targets]
         settings = SyncSettings(transport=transport, bucket_bytes=64, timeout_seconds=20)
-        self.service = ParameterSyncService(settings, connect=ReceiverChannel, clock=SystemClock())
+        self.service = ParameterSyncService(settings, connect=staged_line, clock=SystemClock())
 
     async def start(self) -> str:
         book = {f"inference/{i}": {"http": "", "weights": receiver.start()} for i, receiver in enumerate(self.receivers)}

@@ -118,6 +118,13 @@ class EngineLoop:
         """End the sequences that report to `sink`: nobody waits for them any more."""
         self._post(lambda: self._abort(lambda sequence: sequence.sink is sink, "the client is gone"))
 
+    def find(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        """They are kept by the trainer's names (WeightTarget)."""
+
+    def spare(self) -> Mapping[str, torch.Tensor]:
+        """New memory (WeightTarget)."""
+        return {name: tensor.new_empty(tensor.shape) for name, tensor in self.live().items()}
+
     def live(self) -> Mapping[str, torch.Tensor]:
         """Parameters by name (WeightTarget)."""
         return self._runner.live()

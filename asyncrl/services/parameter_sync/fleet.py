@@ -6,6 +6,8 @@
         └───────────────▶ STALE ◀───────────┴─────────────────────────────────────────────┘
                             │  confirms a version not behind the fleet's ──▶ READY or UPDATING
     silent for too long ──▶ DEAD ── heard again ──▶ STALE
+    its owner starts it again ──▶ RESTARTING ── heard again ──▶ STALE      its owner gave it up ──▶ DEAD for good
+    taken out of the run ──▶ RETIRED
 
 Rules kept here:
 - A slot that a server reads (until it holds every slice, checked) is never given to the trainer, and servers read from one slot
@@ -67,6 +69,14 @@ class _Server:
     retry_at: float = 0.0
     reason: str = ""
     to_ask: bool = True
+    restarting: bool = False
+    given_up: bool = False
+    retired: bool = False
+
+    @property
+    def is_counted_on(self) -> bool:
+        """Whether it serves, or will again."""
+        return not (self.given_up or self.retired)
 
 
 @dataclass
@@ -202,7 +212,7 @@ class FleetState:
     def heard(self, name: str, session: str, now: float) -> bool:
         """A server answered. True when it is another process than before: it holds nothing, and its transfer is off."""
         server = self._servers[name]
-        server.heard_at, server.missed, server.to_ask = now, 0, False
+        server.heard_at, server.missed, server.to_ask, server.restarting = now, 0, False, False
         if server.dead:
             server.dead, server.reason = False, "was silent"
         restarted = server.session is not None and server.session != session
@@ -228,10 +238,28 @@ class FleetState:
             server.in_traffic, server.transfer, server.to_ask = False, None, True
             server.reason = "its connection broke"
 
+    def restarts(self, name: str, reason: str) -> None:
+        """Its owner ends its process and starts another, which is heard of again."""
+        server = self._servers[name]
+        server.in_traffic, server.transfer, server.to_ask = False, None, True
+        server.restarting, server.reason = True, reason
+
+    def give_up(self, name: str, reason: str) -> bool:
+        """It does not come back. True when no other server is left."""
+        server = self._servers[name]
+        server.dead, server.given_up, server.restarting = True, True, False
+        server.in_traffic, server.transfer, server.reason = False, None, reason
+        return not any(other.is_counted_on for other in self._servers.values())
+
+    def retire(self, name: str) -> None:
+        """It is taken out of the run: no traffic, no versions."""
+        server = self._servers[name]
+        server.retired, server.in_traffic, server.transfer = True, False, None
+
     def may_adopt(self, name: str, version: PolicyVersion) -> bool:
         """Whether a server that says it holds `version` need not be sent anything, if it tells the truth."""
         server = self._servers[name]
-        is_idle = not (server.dead or server.in_traffic or server.transfer is not None)
+        is_idle = not (server.dead or server.retired or server.in_traffic or server.transfer is not None)
         return is_idle and version == PolicyVersion(self.incarnation, -1 if (new := self._newest_complete()) is None else new)
 
     def adopt(self, name: str, version: PolicyVersion, now: float) -> None:
@@ -244,7 +272,7 @@ class FleetState:
         missed (one may be our own lateness)."""
         server = self._servers[name]
         server.missed += 1
-        if server.dead or server.missed < 2 or now - server.heard_at <= self._silence:
+        if server.dead or server.restarting or server.missed < 2 or now - server.heard_at <= self._silence:
             return False
         server.dead, server.in_traffic, server.transfer = True, False, None
         server.reason = f"silent for {now - server.heard_at:.0f} s"
@@ -253,7 +281,7 @@ class FleetState:
     def may_read(self, name: str, now: float) -> bool:
         """Whether there is something that this server should read now."""
         server = self._servers[name]
-        if server.dead or server.to_ask or server.transfer is not None or now < server.retry_at:
+        if server.dead or server.retired or server.to_ask or server.transfer is not None or now < server.retry_at:
             return False
         newest = self._newest_complete()
         if newest is None or (server.in_traffic and server.confirmed is not None and server.confirmed.version >= newest):
@@ -317,6 +345,15 @@ class FleetState:
 
     # What others see
 
+    def version_of(self, name: str) -> int | None:
+        """The version of the present incarnation that this server confirmed last."""
+        server = self._servers[name]
+        return server.confirmed.version if server.confirmed is not None and self._is_ours(server) else None
+
+    def given_up(self) -> dict[str, str]:
+        """Servers that do not come back, and why."""
+        return {server.name: server.reason for server in self._servers.values() if server.given_up}
+
     @property
     def confirmed(self) -> int | None:
         """The smallest version among the servers that take traffic."""
@@ -326,6 +363,10 @@ class FleetState:
 
     def state_of(self, name: str) -> ServerState:
         server = self._servers[name]
+        if server.retired:
+            return "RETIRED"
+        if server.restarting:
+            return "RESTARTING"
         if server.dead:
             return "DEAD"
         if server.in_traffic:
@@ -337,21 +378,13 @@ class FleetState:
         return self._servers[name].reason
 
     def is_confirmed(self, version: int) -> bool:
-        """Whether every server, and there is one, takes traffic with at least `version`."""
-        servers = self._servers.values()
+        """Whether every server that is counted on, and there is one, takes traffic with at least `version`."""
+        servers = [server for server in self._servers.values() if server.is_counted_on]
         return bool(servers) and all(s.in_traffic and s.confirmed is not None and s.confirmed.version >= version for s in servers)
 
     def view(self) -> FleetView:
         """The fleet now; `seq` grows whenever anything in it changed since the view before."""
-        servers = tuple(
-            ServerView(
-                s.name,
-                s.url,
-                self.state_of(s.name),
-                s.confirmed.version if s.confirmed is not None and self._is_ours(s) else None,
-            )
-            for s in self._servers.values()
-        )
+        servers = tuple(ServerView(s.name, s.url, self.state_of(s.name), self.version_of(s.name)) for s in self._servers.values())
         confirmed = self.confirmed
         seen = (self.incarnation, confirmed, self.published, servers)
         if seen != self._seen:

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.clock import Clock
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, NotRegistered
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, NotRegistered, RunError
 from asyncrl.protocols.weights import FleetView, KvPolicy, PolicyVersion
 from asyncrl.services.parameter_sync.fleet import Content, FleetState, Transfer
 from asyncrl.services.parameter_sync.stats import SyncStats
@@ -85,11 +85,13 @@ class _Line:
 
 
 class ParameterSyncService:
-    """The service `parameter_sync`. `connect(weights address)` makes the line to a receiver."""
+    """The service `parameter_sync`. `connect(name, http, weights)` makes the line to the server of these addresses."""
 
     name = "parameter_sync"
 
-    def __init__(self, settings: SyncSettings, *, connect: Callable[[str], Channel], clock: Clock, record: Path | None = None):
+    def __init__(
+        self, settings: SyncSettings, *, connect: Callable[[str, str, str], Channel], clock: Clock, record: Path | None = None
+    ):
         """record: the file of what happened to each version, which one that was started again goes on with."""
         self._settings, self._connect, self._clock = settings, connect, clock
         self._session = secrets.token_hex(8)  # of this process: views are numbered anew in each
@@ -109,6 +111,9 @@ class ParameterSyncService:
             "fleet": self.fleet,
             "wait_confirmed": self.wait_confirmed,
             "add_server": self.add_server,
+            "server": self.server,
+            "restarting_server": self.restarting_server,
+            "give_up_server": self.give_up_server,
             "latest": self._stats.latest,
             "stats": self._stats.summary,
         }
@@ -120,7 +125,7 @@ class ParameterSyncService:
     async def run(self, book: AddressBook) -> None:
         for name, addresses in book.items():
             if name.startswith("inference/"):
-                await self.add_server(name, addresses.get("http", ""), addresses["weights"])
+                await self.add_server(name, addresses.get("http", ""), addresses.get("weights", ""))
         try:
             await self._stopping.wait()
             if self._failure is not None:
@@ -238,12 +243,33 @@ class ParameterSyncService:
         if known is not None:
             await self._drop(known)
         self._fleet.add(name, http, self._clock.now())
-        line = _Line(weights, self._connect(weights), [])
+        line = _Line(weights, self._connect(name, http, weights), [])
         self._lines[name] = line
         line.channel.when_lost = lambda: self._on_lost(name, line)
         line.loops = [asyncio.create_task(loop) for loop in (self._listen(name, line), self._tend(name, line))]
         for task in line.loops:
             task.add_done_callback(self._on_loop_ended)
+        self._notify()
+
+    def server(self, name: str) -> dict[str, Any]:
+        """What is known of one server, for its own row of `status`."""
+        return {"version": self._fleet.version_of(name), **self._stats.latest_of(name)}
+
+    def restarting_server(self, name: str, reason: str) -> None:
+        """Its owner starts it again."""
+        self._fleet.restarts(name, reason)
+        self._cancel(self._lines[name])
+        self._notify()
+
+    def give_up_server(self, name: str, reason: str) -> None:
+        """Its owner does not start it again. Without any server the run is over."""
+        if self._fleet.give_up(name, reason):
+            told = "; ".join(f"{each}: {why.splitlines()[0]}" for each, why in self._fleet.given_up().items())
+            self._failure = RunError(
+                f"no inference server is left and none comes back, so nothing can be generated any more ({told})"
+            )
+            self._stopping.set()
+        self._cancel(self._lines[name])
         self._notify()
 
     # Loops, one of each a server

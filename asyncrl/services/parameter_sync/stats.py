@@ -48,6 +48,7 @@ class SyncStats:
         self._num_wrong = self._num_unanswered = 0
         self._silent: set[str] = set()  # servers that left a comparison unanswered, and have confirmed nothing since
         self._latest: dict[str, float] = {}
+        self._latest_of: dict[str, dict[str, float]] = {}
         self._refused_slices = 0
         self._failed_updates = 0
         if record is not None:
@@ -85,6 +86,10 @@ class SyncStats:
         """Flat metrics of the last confirmation; empty before the first that counts."""
         return dict(self._latest)
 
+    def latest_of(self, server: str) -> dict[str, float]:
+        """What this server's last confirmation took: pause_ms, transfer_ms; empty before the first."""
+        return dict(self._latest_of.get(server, {}))
+
     def summary(self) -> dict[str, Any]:
         return {
             "count": self._num_confirmed,
@@ -119,6 +124,8 @@ class SyncStats:
         if line["event"] in ("confirmed", "adopted"):
             self._newest = max(self._newest, version)
             self._silent.discard(line["server"])
+            if line["event"] == "confirmed":
+                self._latest_of[line["server"]] = {cost: line[cost] for cost in ("pause_ms", "transfer_ms")}
         match line["event"]:
             case "published" if version.incarnation not in self._first:
                 self._first[version.incarnation] = version.version
