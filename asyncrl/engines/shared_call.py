@@ -90,7 +90,7 @@ class Part:
         try:
             response.add(event)
             finish = event["meta_info"].get("finish_reason")
-            lost = finish is not None and finish["type"] == "abort" and finish.get("status_code", 0) >= 500
+            lost = finish is not None and finish["type"] == "abort" and (finish.get("status_code") or 0) >= 500
         except MALFORMED as error:
             self.fail(not_sglang(error))
             return

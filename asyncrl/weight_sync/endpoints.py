@@ -31,8 +31,12 @@ class UpdateEndpoints:
         self._session: aiohttp.ClientSession | None = None
 
     async def pause(self, mode: str) -> None:
-        """mode: in_place, retract or abort."""
+        """mode: in_place or retract."""
         await self._post("pause_generation", {"mode": mode})
+
+    async def abort_all(self) -> None:
+        """End every request that it has; works while it is paused, which a pause of mode abort does not."""
+        await self._post("abort_request", {"abort_all": True})
 
     async def go_on(self) -> None:
         await self._post("continue_generation", {})

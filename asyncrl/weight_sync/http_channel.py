@@ -129,7 +129,7 @@ class HttpChannel:
         outcome.pause_seconds = time.monotonic() - began
 
     async def _give_up(self) -> None:
-        for what in (lambda: self._endpoints.pause("abort"), self._endpoints.end, self._endpoints.go_on):
+        for what in (self._endpoints.abort_all, self._endpoints.end, self._endpoints.go_on):
             try:
                 await what()
             except AsyncrlError as error:

@@ -14,11 +14,14 @@ from asyncrl.weight_sync.staging import Pace, Staging
 
 
 def whole_tensors(order: Order, maps: SlotMaps, into: dict[str, torch.Tensor]) -> list[int]:
-    """Fill `into` (tensors by Hugging Face names, made here when it is empty) with the order's version. Returns the slices that
-    lay wrong in their slots. Blocking: bytes are copied at the order's pace."""
+    """Fill `into` (tensors by Hugging Face names, made here where they are not there yet) with the order's version. Returns the
+    slices that lay wrong in their slots. Blocking: bytes are copied at the order's pace."""
+    for name in into.keys() - {spec.name for spec in order.plan.tensors}:
+        del into[name]
     for spec in order.plan.tensors:
-        if spec.name not in into:
-            into[spec.name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        dtype, known = getattr(torch, spec.dtype), into.get(spec.name)
+        if known is None or (tuple(known.shape), known.dtype) != (spec.shape, dtype):
+            into[spec.name] = torch.empty(spec.shape, dtype=dtype)
     staging = Staging(into)
     staging.begin(order.plan, order.version)
     slots = [np.frombuffer(maps.open(name), dtype=np.uint8) for name in order.slots]

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.protocols.weights import CommitReport, KvPolicy, PolicyVersion
 from asyncrl.weight_sync.channel import Order
-from asyncrl.weight_sync.plan import merge, plan_rank
+from asyncrl.weight_sync.plan import Shard, TensorSpec, merge, plan_rank
 from asyncrl.weight_sync.shards import local_shards
 from asyncrl.weight_sync.slots import create_slot, remove_slot, slot_name
 
@@ -93,3 +93,47 @@ class StagedModel:
 
     def remove(self) -> None:
         remove_slot(self.name)
+
+
+class TwoRankModel:
+    """A model in the slots of two ranks, each of which holds half of the rows of every tensor; orders as of StagedModel."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], bucket_bytes: int = 600):
+        halves = [self._shards(tensors, rank) for rank in (0, 1)]
+        parts = [plan_rank(half, rank=rank, world_size=2, bucket_bytes=bucket_bytes) for rank, half in enumerate(halves)]
+        run, self.bucket_bytes, self.plan = f"test{os.getpid()}n{next(_numbers)}", bucket_bytes, merge(parts)
+        self.names = tuple(slot_name(run, rank, 0) for rank in (0, 1))
+        self.memories = [create_slot(name, part.slot_bytes) for name, part in zip(self.names, parts, strict=True)]
+        for part, memory in zip(parts, self.memories, strict=True):
+            for shard, at in zip(self._shards(tensors, part.rank), part.shard_offsets, strict=True):
+                if at is not None:
+                    rows = slice(shard.offset[0], shard.offset[0] + shard.size[0]) if shard.size else ...
+                    data = tensors[shard.tensor.name][rows].reshape(-1).view(torch.uint8).numpy().tobytes()
+                    memory[at : at + len(data)] = data
+        slots = [memoryview(memory) for memory in self.memories]
+        crcs = [zlib.crc32(slots[s.rank][s.slot_offset : s.slot_offset + s.num_bytes]) for s in self.plan.slices]
+        self.checksums = np.array(crcs, dtype=np.uint32)
+
+    def order(self, version: PolicyVersion = FIRST, **changes: Any) -> Order:
+        fields: dict[str, Any] = {"plan": self.plan, "slots": self.names, "checksums": self.checksums}
+        fields |= {"carrier": "shared_memory", "kv_policy": "keep", "verify": True, "bucket_bytes": self.bucket_bytes}
+        fields |= {"bytes_per_second": None, "timeout_seconds": 10.0}
+        return Order(version=version, **(fields | changes))
+
+    def remove(self) -> None:
+        for name in self.names:
+            remove_slot(name)
+
+    @staticmethod
+    def _shards(tensors: Mapping[str, torch.Tensor], rank: int) -> list[Shard]:
+        shards = []
+        for name, tensor in tensors.items():
+            spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            if not tensor.shape:
+                shards.append(Shard(spec, (), ()) if rank == 0 else Shard(spec, (), (0,)))
+                continue
+            half = -(-tensor.shape[0] // 2)
+            begin, end = (0, half) if rank == 0 else (half, tensor.shape[0])
+            rest = tuple(tensor.shape[1:])
+            shards.append(Shard(spec, (begin, *(0,) * len(rest)), (end - begin, *rest)))
+        return shards

@@ -15,7 +15,7 @@ from asyncrl.protocols.weights import PolicyVersion
 from asyncrl.weight_sync.channel import ReceiverChannel
 from asyncrl.weight_sync.receiver import WeightReceiver
 from tests.engines.sglang.fused import PADDED, VOCABULARY, FusedModel, hugging_face_weights, shapes_of
-from tests.weight_sync.stand_in import StagedModel
+from tests.weight_sync.stand_in import StagedModel, TwoRankModel
 
 
 class StandInScheduler:
@@ -99,6 +99,18 @@ async def test_versions_become_the_schedulers_fused_parameters(scheduler, carrie
     assert all(outcome.verified for outcome in outcomes)
     assert scheduler.told == ["1.1", "1.2", "1.3"]
     assert scheduler.holds(versions[-1])
+
+
+async def test_the_halves_of_two_ranks_become_the_schedulers_fused_parameters(scheduler, carrier):
+    weights, receiver = hugging_face_weights(), WeightReceiver(scheduler.target)
+    channel, staged = ReceiverChannel(receiver.start()), TwoRankModel(weights)
+    try:
+        assert (await channel.update(staged.order(carrier=carrier))).verified
+        assert scheduler.holds(weights)
+    finally:
+        staged.remove()
+        await channel.close()
+        receiver.close()
 
 
 async def test_the_padding_of_a_vocabulary_stays_as_it_was(scheduler):

@@ -1,0 +1,135 @@
+"""Real servers compute transformers' log-probs, and hold the trainer's weights after every mode of sync."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.protocols.weights import PolicyVersion
+from asyncrl.weight_sync.broadcast import BroadcastCarrier
+from asyncrl.weight_sync.channel import ReceiverChannel
+from asyncrl.weight_sync.endpoints import UnknownState, UpdateEndpoints
+from asyncrl.weight_sync.http_channel import DiskCarrier, HttpChannel
+from tests.models import tiny_model
+from tests.sglang.servers import RunningServer, ask, log_probs_of, request, serving
+from tests.weight_sync.stand_in import StagedModel, TwoRankModel
+
+PROMPT = [5, 6, 7, 8, 9]
+FAMILIES = [(architecture, tie) for architecture in ("qwen2", "qwen3", "llama") for tie in (False, True)]
+TIMEOUT = 20.0
+
+
+def load(folder: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+async def largest_error(server: RunningServer, model: torch.nn.Module, version: int, temperature: float = 1.0) -> float:
+    """Of 4 responses of 24 tokens, which must all be of this version."""
+    client = server.client(version, incarnation=int(version > 0))
+    try:
+        found = await ask(
+            client, request(PROMPT, members=4, tokens=24, temperature=temperature, name=f"v{version}t{temperature}")
+        )
+    finally:
+        await client.close()
+    assert {int(v) for completion in found for v in completion.versions} == {version}
+    return max(
+        float(np.abs(log_probs_of(model, PROMPT, completion.token_ids, temperature) - completion.log_probs).max())
+        for completion in found
+    )
+
+
+@asynccontextmanager
+async def line(mode: str, server: RunningServer, folder: Path, model_folder: Path):
+    endpoints = UpdateEndpoints(server.url, token=None, timeout_seconds=TIMEOUT)
+    checks = ReceiverChannel(server.receiver)
+    match mode:
+        case "staged":
+            channel = checks
+        case "disk":
+            channel = HttpChannel(endpoints, DiskCarrier(endpoints, folder / "versions", model_folder), checks)
+        case "broadcast":
+            channel = HttpChannel(endpoints, BroadcastCarrier(endpoints, timeout_seconds=TIMEOUT), checks)
+    try:
+        yield channel
+    finally:
+        await channel.close()
+        await endpoints.close()
+
+
+@pytest.mark.parametrize("first", range(0, len(FAMILIES), 2), ids=lambda first: FAMILIES[first][0])
+async def test_log_probs_and_weights_are_the_models(tmp_path, first):
+    """A family, its head its own and tied, on two servers side by side; then staged updates from one rank and from two."""
+    pairs = FAMILIES[first : first + 2]
+    folders = [
+        [tiny_model(tmp_path / f"{index}-{seed}", architecture=architecture, tie=tie, seed=seed) for seed in (0, 1, 2)]
+        for index, (architecture, tie) in enumerate(pairs)
+    ]
+    async with AsyncExitStack() as stack:
+        starts = (stack.enter_async_context(serving(folders[index][0], tmp_path, name=f"inference/{index}")) for index in (0, 1))
+        for index, server in enumerate(await asyncio.gather(*starts)):
+            models = [load(folder) for folder in folders[index]]
+            for temperature in (0.7, 1.0):
+                assert await largest_error(server, models[0], 0, temperature) < 1e-4
+            async with line("staged", server, tmp_path, folders[index][0]) as channel:
+                for version, make in ((1, StagedModel), (2, TwoRankModel)):
+                    staged = make(dict(models[version].named_parameters()), bucket_bytes=4096)
+                    outcome = await channel.update(staged.order(PolicyVersion(1, version)))
+                    staged.remove()
+                    assert outcome.verified
+                    assert await largest_error(server, models[version], version, 0.7) < 1e-4
+
+
+async def test_every_mode_brings_the_trainers_weights_from_one_rank_and_two(tmp_path):
+    folders = [tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1, 2)]
+    models, version = [load(folder) for folder in folders], 0
+    async with serving(folders[0], tmp_path) as server:
+        for mode in ("disk", "broadcast", "staged"):
+            async with line(mode, server, tmp_path, folders[0]) as channel:
+                for kv_policy in ("keep", "recompute"):
+                    for index, make in ((1, StagedModel), (2, TwoRankModel)):
+                        version += 1
+                        staged = make(dict(models[index].named_parameters()), bucket_bytes=4096)
+                        outcome = await channel.update(
+                            staged.order(PolicyVersion(1, version), kv_policy=kv_policy, bucket_bytes=20_000)
+                        )
+                        staged.remove()
+                        assert outcome.verified, mode
+                        assert await largest_error(server, models[index], version) < 1e-4, mode
+                status = await channel.status(5)
+                assert status["committed"] == f"1.{version}"
+
+
+async def test_an_update_that_the_server_refuses_half_way_leaves_it_to_be_brought_up_to_date(tmp_path):
+    """What ran is ended, so that no token of it is taken for one of a version; the next whole version makes it right."""
+    folders = [tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    async with serving(folders[0], tmp_path) as server, line("disk", server, tmp_path, folders[0]) as channel:
+        client, staged = server.client(0), StagedModel(dict(load(folders[1]).named_parameters()))
+        running = asyncio.create_task(completions_of(client, request(PROMPT, members=4, tokens=200, name="running")))
+        await asyncio.sleep(0.3)
+        load_folder, channel._endpoints.load_folder = channel._endpoints.load_folder, refused_load(channel._endpoints)
+        with pytest.raises(UnknownState, match="refused update_weights_from_disk"):
+            await channel.update(staged.order(PolicyVersion(1, 1)))
+        assert [completion.finish_reason for completion in await running] == ["abort"] * 4
+        channel._endpoints.load_folder = load_folder
+        assert (await channel.update(staged.order(PolicyVersion(1, 2)))).verified
+        assert await largest_error(server, load(folders[1]), 2) < 1e-4
+        await client.close()
+        staged.remove()
+
+
+def refused_load(endpoints: UpdateEndpoints):
+    """A folder that is not there."""
+    real = endpoints.load_folder
+    return lambda folder, version: real(f"{folder}-gone", version)
+
+
+async def completions_of(client, wanted):
+    return [completion async for part in client.generate(wanted) for completion in part]
