@@ -16,7 +16,7 @@ Imports stand inside the builders, so that a process loads what its own row need
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from asyncrl.transport import security
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
+    from asyncrl.messages import ScoredGroup
     from asyncrl.protocols import TrainingEngine
     from asyncrl.services.message_queue.recovery import Recovery
     from asyncrl.services.parameter_sync.service import Channel
@@ -96,6 +97,7 @@ def _parameter_sync(spec: RunSpec, row: Row, life: Life) -> Service:
         transport=sync.transport,
         kv_policy=sync.kv_policy,
         verify=sync.verify,
+        verify_every=sync.verify_every,
         bucket_bytes=bucket_bytes(sync.bucket_megabytes, throttle),
         bytes_per_second=throttle * 1e6 if throttle is not None else None,
         timeout_seconds=sync.timeout_seconds,
@@ -270,8 +272,33 @@ def _trainer_parts(spec: RunSpec, config: Config, rank: int, life: Life, book: A
         ledger=RpcLedgerClient(queue, deadline=away),
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         evaluations=evaluations,
+        probes=_probes(config, book) if config.inference.engine == "sglang" else None,
     )
     return TrainerParts(publisher=publisher, leader=leader, closers=(queue.close, supervisor.close))
+
+
+def _probes(config: Config, book: AddressBook) -> Callable[[], Awaitable[Mapping[str, Sequence[ScoredGroup]]]]:
+    """What each server answers to fixed prompts."""
+    from asyncrl.engines.probes import probe, vocabulary_of
+
+    vocabulary = vocabulary_of(model_folder(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    urls = {name: addresses["http"] for name, addresses in book.items() if name.startswith("inference/")}
+
+    async def probes() -> dict[str, list[ScoredGroup]]:
+        return {
+            name: await probe(
+                name,
+                url,
+                token=security.door().token,
+                is_embedded=config.inference.engine == "embedded",
+                temperature=config.rollout.temperature,
+                vocabulary=vocabulary,
+                context_tokens=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+            )
+            for name, url in urls.items()
+        }
+
+    return probes
 
 
 def _rollouter(spec: RunSpec, row: Row, life: Life) -> Service:
@@ -280,9 +307,21 @@ def _rollouter(spec: RunSpec, row: Row, life: Life) -> Service:
     config = spec.parsed_config()
 
     async def connect(book: AddressBook) -> RollouterParts:
-        return _rollouter_parts(spec, config, book)
+        parts = _rollouter_parts(spec, config, book)
+        if config.inference.engine == "sglang":
+            await _compare_tokenizers(book, parts)
+        return parts
 
     return Rollouter(config, connect, clock=CLOCK)
+
+
+async def _compare_tokenizers(book: AddressBook, parts: RollouterParts) -> None:
+    """Raises RunError where a server's is another."""
+    from asyncrl.engines.probes import check_tokenizer
+
+    for name, addresses in book.items():
+        if name.startswith("inference/"):
+            await check_tokenizer(name, addresses["http"], token=security.door().token, tokenizer=parts.tokenizer)
 
 
 def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> RollouterParts:

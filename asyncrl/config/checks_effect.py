@@ -84,6 +84,12 @@ EFFECTS: tuple[Effect, ...] = (
         "leave inference.attach out",
     ),
     Effect(
+        ("sync.verify_every",),
+        lambda config, facts: config.sync.verify,
+        "sync.verify is false, so nothing is compared",
+        "set sync.verify to true",
+    ),
+    Effect(
         ("sync.folder",),
         lambda config, facts: config.sync.mode == "disk",
         "sync.mode writes no version to a disk",

@@ -291,7 +291,10 @@ class SyncConfig(Section):
     kv_policy: Literal["keep", "recompute"] = Field(
         "keep", description="In-flight requests keep their KV cache, or are prefilled again under the new weights."
     )
-    verify: bool = Field(True, description="Servers recompute the digest of their live parameters after every commit.")
+    verify: bool = Field(True, description="Servers recompute the digest of their live parameters after a commit.")
+    verify_every: Whole = Field(
+        1, ge=1, description="With verify, the first version is compared and then each version that this divides; 1 compares all."
+    )
     bucket_megabytes: float = Field(16.0, gt=0, description="Most bytes of one bucket, in megabytes (10^6).")
     max_megabytes_per_second: float | None = Field(
         None, gt=0, description="Throttle of the transfer to each server; null is full speed."

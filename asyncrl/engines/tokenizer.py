@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UserError
+
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class HfTokenizer:
@@ -14,11 +17,9 @@ class HfTokenizer:
 
     def __init__(self, path: str | Path, *, model_path: str | Path | None = None, trust_remote_code: bool = False):
         """`model_path`: where the model's end tokens are read, if the tokenizer lies elsewhere."""
-        from transformers import AutoTokenizer
-
         options = {"trust_remote_code": trust_remote_code}  # never None: transformers would ask on the terminal
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **options)
+            self._tokenizer: Any = _class_for(path).from_pretrained(path, **options)
         except (OSError, ValueError) as error:
             raise UserError(f"no tokenizer loads from {str(path)!r}: {error}; name its folder in model.tokenizer") from error
         self._plain_encode = _plain_encode(self._tokenizer)
@@ -46,6 +47,18 @@ class HfTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         decode = self._plain_decode or self._tokenizer.decode
         return str(decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def _class_for(path: str | Path) -> Any:
+    """A folder that says that its tokenizer is what stands in tokenizer.json, and no more, is taken at its word: transformers'
+    automatic class makes the model type's own tokenizer of it, which drops whatever that does not know, spaces among it."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        said = json.loads((Path(path) / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        return AutoTokenizer
+    return PreTrainedTokenizerFast if said in GENERIC and (Path(path) / "tokenizer.json").is_file() else AutoTokenizer
 
 
 def _plain_encode(tokenizer: Any) -> Callable[..., Any] | None:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from asyncrl.messages import ScoredGroup
 
 if TYPE_CHECKING:
@@ -53,6 +56,10 @@ class TrainingEngine(Protocol):
 
     def train(self, batch: TrainBatch) -> StepOutcome:
         """Advantages, proximal log-probs, corrections, and one optimizer update per mini-batch and pass."""
+
+    def judge(self, batch: TrainBatch, temperature: float, rounded: bool) -> npt.NDArray[np.float32]:
+        """Log-probs float32[N] of the batch's trainable tokens at this temperature, in the order of groups, members and places,
+        the same on every rank; `rounded`: with weights rounded to bfloat16 for the moment."""
 
     def begin_save(self, folder: str) -> float:
         """Copy model, optimizer and the state of every random generator aside, and begin to write them into `folder` in the

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from asyncrl.errors import CheckpointError
 from asyncrl.protocols import StepOutcome, TrainBatch
 
@@ -65,6 +68,10 @@ class FakeTrainingEngine:
     def broadcast(self, payload: bytes | None) -> bytes:
         assert payload is not None, "rank 0 has the payload"
         return payload
+
+    def judge(self, batch: TrainBatch, temperature: float, rounded: bool) -> npt.NDArray[np.float32]:
+        """As the servers said."""
+        return np.concatenate([group.log_probs[group.loss_mask] for group in batch.groups])
 
     def train(self, batch: TrainBatch) -> StepOutcome:
         check_batch(batch)

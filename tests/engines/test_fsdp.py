@@ -56,6 +56,22 @@ def test_log_probs_are_those_of_transformers_at_the_rollout_temperature(model):
         torch.testing.assert_close(found[row, : len(values)], wanted, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [0.4, 1.0])
+def test_tokens_are_judged_at_any_temperature_and_nothing_is_left_changed(model, temperature):
+    train_batch = batch()
+    _, expected = reference_log_probs(model, train_batch, temperature)
+    masks, rewards = ragged(train_batch, "loss_mask"), np.concatenate([group.rewards for group in train_batch.groups])
+    wanted = [values.detach()[mask] for values, mask, reward in zip(expected, masks, rewards, strict=True) if np.isfinite(reward)]
+    with engine_of_one_rank(model, config()) as engine:
+        before = engine.log_probs(train_batch)
+        found = engine.judge(train_batch, temperature, rounded=False)
+        rounded = engine.judge(train_batch, temperature, rounded=True)
+        after = engine.log_probs(train_batch)
+    np.testing.assert_allclose(found, torch.cat(wanted).numpy(), atol=2e-5)
+    assert 1e-4 < np.abs(rounded - found).max() < 1.0, "rounding shows, and is no more than rounding"
+    assert torch.equal(before, after)
+
+
 def test_the_gradient_is_that_of_the_formula_written_out(model):
     train_batch = batch()
     reference, log_probs = reference_log_probs(model, train_batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from asyncrl.engines.builtin.characters import character_tokenizer
@@ -31,9 +32,16 @@ def test_text_is_encoded_as_it_stands_and_decoded_back(folder):
 
 
 @pytest.mark.parametrize("text", ["1+2+3=", "", " two  spaces", "<eos>1", "é ẞ 漢 \U0001f600", "1" * 500])
-def test_text_has_the_ids_that_transformers_gives_it(folder, text):
-    own = AutoTokenizer.from_pretrained(folder)
-    assert HfTokenizer(folder).encode_prompt(text) == own.encode(text)
+def test_text_has_the_ids_that_tokenizer_json_gives_it(folder, text):
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert HfTokenizer(folder).encode_prompt(text) == own.encode(text).ids
+
+
+def test_a_folder_that_names_no_generic_class_has_its_model_types_own_tokenizer(tmp_path):
+    folder = tiny_model(tmp_path)
+    said = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**said, "tokenizer_class": "Qwen2Tokenizer"}))
+    assert type(HfTokenizer(folder)._tokenizer) is type(AutoTokenizer.from_pretrained(folder))
 
 
 def test_a_text_is_neither_cut_nor_padded_whatever_the_tokenizer_was_saved_with(tmp_path):

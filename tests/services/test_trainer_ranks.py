@@ -16,6 +16,7 @@ from asyncrl.protocols import TrainBatch
 from asyncrl.services.trainer import TrainerParts, TrainerService
 from asyncrl.services.trainer.commands import (
     FinishSave,
+    Judge,
     Load,
     Publish,
     Save,
@@ -41,11 +42,13 @@ def test_commands_travel_whole(command):
     assert decode_command(encode_command(command)) == command
 
 
-def test_a_batch_travels_whole():
+@pytest.mark.parametrize("command", [Train, lambda sent: Judge(sent, 0.7, True)], ids=["train", "judge"])
+def test_a_batch_travels_whole(command):
     sent = batch(5, mini_batches=2, epochs=3)
-    command = decode_command(encode_command(Train(sent)))
-    assert isinstance(command, Train)
-    received = command.batch
+    whole = command(sent)
+    received = decode_command(encode_command(whole))
+    assert replace(received, batch=sent) == whole
+    received = received.batch
     assert replace(received, groups=()) == replace(sent, groups=())
     for mine, theirs in zip(received.groups, sent.groups, strict=True):
         assert mine.id == theirs.id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,11 @@ class TrainerWorld:
         resume: CheckpointInfo | None = None,
         seed: int = 0,
         times: Mapping[str, float] | None = None,
+        probes: Callable[[], Awaitable[Mapping[str, Sequence[ScoredGroup]]]] | None = None,
         **sections: dict[str, Any],
     ):
-        """times: what the service is told of its launch."""
+        """times: what the service is told of its launch; probes: what servers answer to the self-test."""
+        self.probes = probes
         training = {"steps": 3, "groups_per_step": 2, "filter": "drop", **sections.pop("training", {})}
         rollout = {"max_staleness": 1, "group_size": 2, **sections.pop("rollout", {})}
         self.config = config(training=training, rollout=rollout, **sections).model_copy(update={"seed": seed})
@@ -172,7 +174,7 @@ class TrainerWorld:
         )
 
     async def connect(self, book: AddressBook, engine: TrainingEngine) -> TrainerParts:
-        return TrainerParts(self.publisher, LeaderParts(self.receiver, self.ledger, self.tracker, self.evaluated))
+        return TrainerParts(self.publisher, LeaderParts(self.receiver, self.ledger, self.tracker, self.evaluated, self.probes))
 
     async def evaluated(self, name: str) -> Mapping[int, float]:
         assert name == "eval/score"

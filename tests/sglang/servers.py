@@ -37,6 +37,7 @@ class RunningServer:
 
     def __init__(self, process: SglangProcess, name: str):
         self.process, self.name = process, name
+        self.model_folder = Path(process.model_path)
         self.url, self.receiver = process.address.url, str(process.address.receiver)
 
     def view(self, version: int | None, *, incarnation: int = 1, seq: int = 1) -> FleetView:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.engines.responses import UNTRAINED
 from asyncrl.protocols.weights import PolicyVersion
 from asyncrl.weight_sync.broadcast import BroadcastCarrier
 from asyncrl.weight_sync.channel import ReceiverChannel
@@ -30,16 +32,15 @@ def load(folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-async def largest_error(server: RunningServer, model: torch.nn.Module, version: int, temperature: float = 1.0) -> float:
+async def largest_error(server: RunningServer, model: torch.nn.Module, version: PolicyVersion, temperature: float = 1.0) -> float:
     """Of 4 responses of 24 tokens, which must all be of this version."""
-    client = server.client(version, incarnation=int(version > 0))
+    client = server.client(version.version, incarnation=version.incarnation)
     try:
-        found = await ask(
-            client, request(PROMPT, members=4, tokens=24, temperature=temperature, name=f"v{version}t{temperature}")
-        )
+        name = f"v{version}t{temperature}"
+        found = await ask(client, request(PROMPT, members=4, tokens=24, temperature=temperature, name=name))
     finally:
         await client.close()
-    assert {int(v) for completion in found for v in completion.versions} == {version}
+    assert {int(v) for completion in found for v in completion.versions} == {version.version}
     return max(
         float(np.abs(log_probs_of(model, PROMPT, completion.token_ids, temperature) - completion.log_probs).max())
         for completion in found
@@ -47,14 +48,14 @@ async def largest_error(server: RunningServer, model: torch.nn.Module, version: 
 
 
 @asynccontextmanager
-async def line(mode: str, server: RunningServer, folder: Path, model_folder: Path):
+async def line(mode: str, server: RunningServer, folder: Path):
     endpoints = UpdateEndpoints(server.url, token=None, timeout_seconds=TIMEOUT)
     checks = ReceiverChannel(server.receiver)
     match mode:
         case "staged":
             channel = checks
         case "disk":
-            channel = HttpChannel(endpoints, DiskCarrier(endpoints, folder / "versions", model_folder), checks)
+            channel = HttpChannel(endpoints, DiskCarrier(endpoints, folder / "versions", server.model_folder), checks)
         case "broadcast":
             channel = HttpChannel(endpoints, BroadcastCarrier(endpoints, timeout_seconds=TIMEOUT), checks)
     try:
@@ -77,52 +78,55 @@ async def test_log_probs_and_weights_are_the_models(tmp_path, first):
         for index, server in enumerate(await asyncio.gather(*starts)):
             models = [load(folder) for folder in folders[index]]
             for temperature in (0.7, 1.0):
-                assert await largest_error(server, models[0], 0, temperature) < 1e-4
-            async with line("staged", server, tmp_path, folders[index][0]) as channel:
-                for version, make in ((1, StagedModel), (2, TwoRankModel)):
-                    staged = make(dict(models[version].named_parameters()), bucket_bytes=4096)
-                    outcome = await channel.update(staged.order(PolicyVersion(1, version)))
-                    staged.remove()
-                    assert outcome.verified
-                    assert await largest_error(server, models[version], version, 0.7) < 1e-4
+                assert await largest_error(server, models[0], UNTRAINED, temperature) < 1e-4
+            async with line("staged", server, tmp_path) as channel:
+                for number, make in ((1, StagedModel), (2, TwoRankModel)):
+                    version = PolicyVersion(1, number)
+                    await bring(channel, make(weights(models[number])), version)
+                    assert await largest_error(server, models[number], version, 0.7) < 1e-4
 
 
-async def test_every_mode_brings_the_trainers_weights_from_one_rank_and_two(tmp_path):
-    folders = [tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1, 2)]
-    models, version = [load(folder) for folder in folders], 0
-    async with serving(folders[0], tmp_path) as server:
-        for mode in ("disk", "broadcast", "staged"):
-            async with line(mode, server, tmp_path, folders[0]) as channel:
-                for kv_policy in ("keep", "recompute"):
-                    for index, make in ((1, StagedModel), (2, TwoRankModel)):
-                        version += 1
-                        staged = make(dict(models[index].named_parameters()), bucket_bytes=4096)
-                        outcome = await channel.update(
-                            staged.order(PolicyVersion(1, version), kv_policy=kv_policy, bucket_bytes=20_000)
-                        )
-                        staged.remove()
-                        assert outcome.verified, mode
-                        assert await largest_error(server, models[index], version) < 1e-4, mode
-                status = await channel.status(5)
-                assert status["committed"] == f"1.{version}"
+@pytest.mark.parametrize("mode", ["staged", "broadcast", "disk"])
+async def test_every_mode_brings_the_trainers_weights_from_one_rank_and_two(shared, incarnation, tmp_path, mode):
+    models, numbers = [load(tiny_model(tmp_path / str(seed), seed=seed)) for seed in (1, 2)], itertools.count()
+    async with line(mode, shared, tmp_path) as channel:
+        for kv_policy in ("keep", "recompute"):
+            for model, make in zip(models, (StagedModel, TwoRankModel), strict=True):
+                version = PolicyVersion(incarnation, next(numbers))
+                await bring(channel, make(weights(model)), version, kv_policy=kv_policy)
+                assert await largest_error(shared, model, version) < 1e-4
+        assert (await channel.status(5))["committed"] == str(version)
 
 
-async def test_an_update_that_the_server_refuses_half_way_leaves_it_to_be_brought_up_to_date(tmp_path):
+async def test_an_update_that_the_server_refuses_half_way_leaves_it_to_be_brought_up_to_date(shared, incarnation, tmp_path):
     """What ran is ended, so that no token of it is taken for one of a version; the next whole version makes it right."""
-    folders = [tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    async with serving(folders[0], tmp_path) as server, line("disk", server, tmp_path, folders[0]) as channel:
-        client, staged = server.client(0), StagedModel(dict(load(folders[1]).named_parameters()))
+    model = load(tiny_model(tmp_path / "model", seed=1))
+    async with line("disk", shared, tmp_path) as channel:
+        await bring(channel, StagedModel(weights(model)), PolicyVersion(incarnation, 0))
+        client = shared.client(0, incarnation=incarnation)
         running = asyncio.create_task(completions_of(client, request(PROMPT, members=4, tokens=200, name="running")))
         await asyncio.sleep(0.3)
         load_folder, channel._endpoints.load_folder = channel._endpoints.load_folder, refused_load(channel._endpoints)
         with pytest.raises(UnknownState, match="refused update_weights_from_disk"):
-            await channel.update(staged.order(PolicyVersion(1, 1)))
+            await bring(channel, StagedModel(weights(model)), PolicyVersion(incarnation, 1))
         assert [completion.finish_reason for completion in await running] == ["abort"] * 4
-        channel._endpoints.load_folder = load_folder
-        assert (await channel.update(staged.order(PolicyVersion(1, 2)))).verified
-        assert await largest_error(server, load(folders[1]), 2) < 1e-4
         await client.close()
+        channel._endpoints.load_folder = load_folder
+        await bring(channel, StagedModel(weights(model)), PolicyVersion(incarnation, 2))
+        assert await largest_error(shared, model, PolicyVersion(incarnation, 2)) < 1e-4
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+async def bring(channel, staged, version: PolicyVersion, *, kv_policy: str = "keep") -> None:
+    """In buckets smaller than some tensors, so that there are several."""
+    try:
+        outcome = await channel.update(staged.order(version, kv_policy=kv_policy, bucket_bytes=20_000))
+    finally:
         staged.remove()
+    assert outcome.verified
 
 
 def refused_load(endpoints: UpdateEndpoints):

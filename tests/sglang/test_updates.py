@@ -13,8 +13,7 @@ import torch
 from asyncrl.engines.client import FleetClient
 from asyncrl.protocols.weights import PolicyVersion
 from asyncrl.weight_sync.channel import ReceiverChannel
-from tests.models import tiny_model
-from tests.sglang.servers import RunningServer, ask, log_probs_of, request, serving
+from tests.sglang.servers import RunningServer, ask, log_probs_of, request
 from tests.weight_sync.stand_in import StagedModel
 
 UPDATES, STREAMS, TOKENS = 50, 16, 200
@@ -24,7 +23,8 @@ PROMPT = list(range(3, 15))
 class Versions:
     """Version n of a model: its weights, moved a little n times. Version 0 is the folder's."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, incarnation: int):
+        self.incarnation = incarnation
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -44,35 +44,32 @@ class Versions:
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-async def test_fifty_updates_during_long_streams(tmp_path, kv_policy):
-    folder = tiny_model(tmp_path / "model")
-    versions = Versions(folder)
-    async with serving(folder, tmp_path) as server:
-        channel = ReceiverChannel(server.receiver)
-        await bring(channel, versions, 0, kv_policy)
-        client = server.client(0, incarnation=1)
-        streams, found = [ask_long(client, 0)], []
-        try:
-            await asyncio.sleep(0.3)
-            for number in range(1, UPDATES + 1):
-                await bring(channel, versions, number, kv_policy)
-                client.update(server.view(number, seq=number + 1))
-                if streams[-1].done():  # the machine was slow: more of them, for the versions that are left
-                    streams.append(ask_long(client, number))
-                    await asyncio.sleep(0.1)
-            for each in streams:
-                found += await each
-            await judge(found, versions, kv_policy)
-            await prefixes_stay_apart(server, versions)
-        finally:
-            await client.close()
-            await channel.close()
+async def test_fifty_updates_during_long_streams(shared, incarnation, kv_policy):
+    versions, channel = Versions(shared.model_folder, incarnation), ReceiverChannel(shared.receiver)
+    await bring(channel, versions, 0, kv_policy)
+    client = shared.client(0, incarnation=incarnation)
+    streams, found = [ask_long(client, 0)], []
+    try:
+        await asyncio.sleep(0.3)
+        for number in range(1, UPDATES + 1):
+            await bring(channel, versions, number, kv_policy)
+            client.update(shared.view(number, incarnation=incarnation, seq=number + 1))
+            if streams[-1].done():  # the machine was slow: more of them, for the versions that are left
+                streams.append(ask_long(client, number))
+                await asyncio.sleep(0.1)
+        for each in streams:
+            found += await each
+        await judge(found, versions, kv_policy)
+        await prefixes_stay_apart(shared, versions, channel)
+    finally:
+        await client.close()
+        await channel.close()
 
 
 async def bring(channel: ReceiverChannel, versions: Versions, number: int, kv_policy: str) -> None:
     staged = StagedModel(versions.weights(number), bucket_bytes=65536)
     try:
-        outcome = await channel.update(staged.order(PolicyVersion(1, number), kv_policy=kv_policy))
+        outcome = await channel.update(staged.order(PolicyVersion(versions.incarnation, number), kv_policy=kv_policy))
     finally:
         staged.remove()
     assert outcome.verified
@@ -98,9 +95,9 @@ async def judge(found, versions: Versions, kv_policy: str) -> None:
                 assert np.abs(expected - completion.log_probs)[of_version].max() < 1e-4
 
 
-async def prefixes_stay_apart(server: RunningServer, versions: Versions) -> None:
+async def prefixes_stay_apart(server: RunningServer, versions: Versions, channel: ReceiverChannel) -> None:
     """Within a version a prompt's prefix is found in the cache; under the next it is not."""
-    prompt, channel = list(range(3, 43)), ReceiverChannel(server.receiver)
+    prompt = list(range(3, 43))
 
     async def cached(rid: str) -> int:
         body = {
@@ -112,11 +109,8 @@ async def prefixes_stay_apart(server: RunningServer, versions: Versions) -> None
         async with aiohttp.ClientSession() as session, session.post(f"{server.url}/generate", json=body) as answer:
             return int((await answer.json())["meta_info"]["cached_tokens"])
 
-    try:
-        assert await cached("first") == 0
-        assert await cached("second") >= len(prompt) - 2
-        await bring(channel, versions, UPDATES + 1, "keep")
-        assert await cached("after the update") == 0
-        assert await cached("once more") >= len(prompt) - 2
-    finally:
-        await channel.close()
+    assert await cached("first") == 0
+    assert await cached("second") >= len(prompt) - 2
+    await bring(channel, versions, UPDATES + 1, "keep")
+    assert await cached("after the update") == 0
+    assert await cached("once more") >= len(prompt) - 2

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -166,6 +168,24 @@ class FsdpEngine:
         self._recompute_proximal(work, plans)
         assert work.proximal_BT is not None
         return work.proximal_BT
+
+    @torch.no_grad()
+    def judge(self, batch: TrainBatch, temperature: float, rounded: bool) -> npt.NDArray[np.float32]:
+        work, plans = self._prepare(batch)
+        shards = [parameter.to_local() if isinstance(parameter, DTensor) else parameter.data for parameter in self._parameters]
+        kept = [shard.clone() for shard in shards] if rounded else []
+        before, self._policy.temperature = self._policy.temperature, temperature
+        try:
+            for shard in shards if rounded else ():
+                shard.copy_(shard.bfloat16())
+            self._recompute_proximal(work, plans)
+        finally:
+            self._policy.temperature = before
+            for shard, values in zip(shards, kept, strict=False):
+                shard.copy_(values)
+        assert work.proximal_BT is not None
+        whole_BT = self._group.sum(work.proximal_BT).cpu()
+        return whole_BT[work.mask_host_BT].float().numpy()
 
     # ---- a step, part by part ----------------------------------------------------------------------------------
 

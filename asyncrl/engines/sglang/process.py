@@ -139,6 +139,10 @@ class SglangProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
+    @property
+    def model_path(self) -> str:
+        return self._options.model_path
+
     async def start(self, seconds: float) -> None:
         """Spawn it, and return when it serves. Raises RunError, with the last lines of its log, when it ends before, and
         DeadlineExceeded when it takes longer than `seconds`."""

@@ -35,7 +35,7 @@ from asyncrl.protocols.weights import FleetView, KvPolicy, PolicyVersion
 from asyncrl.services.parameter_sync.fleet import Content, FleetState, Transfer
 from asyncrl.services.parameter_sync.stats import SyncStats
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
-from asyncrl.weight_sync.channel import Order, Outcome, Progress
+from asyncrl.weight_sync.channel import Order, Outcome, Progress, Unverified
 from asyncrl.weight_sync.fleet_client import view_to_wire
 from asyncrl.weight_sync.plan import Plan, RankPlan, merge
 from asyncrl.weight_sync.wire import digest_of
@@ -66,6 +66,7 @@ class SyncSettings:
     transport: Literal["auto", "shared_memory", "zeromq"] = "auto"
     kv_policy: KvPolicy = "keep"
     verify: bool = True
+    verify_every: int = 1
     bucket_bytes: int = 16_000_000
     bytes_per_second: float | None = None
     timeout_seconds: float = 60.0
@@ -75,13 +76,15 @@ class SyncSettings:
 
 @dataclass
 class _Line:
-    """One server's address, channel and loops; `wrong`: the digest of live weights that are not those published."""
+    """One server's address, channel and loops; `wrong`: the digest of live weights that are not those published; `compared`: the
+    incarnation of which a version was found right there, since anything went wrong."""
 
     weights: str
     channel: Channel
     loops: list[asyncio.Task[None]]
     update: asyncio.Task[Outcome] | None = None
     wrong: tuple[PolicyVersion, str] | None = None
+    compared: int | None = None
 
 
 class ParameterSyncService:
@@ -301,6 +304,7 @@ class ParameterSyncService:
     def _on_status(self, name: str, line: _Line, status: Mapping[str, Any]) -> None:
         """What a server says of itself: that it is another process, or what it holds, which may be all that is wanted of it."""
         if self._fleet.heard(name, status["session"], self._clock.now()):
+            line.compared = None
             log.warning("%s was restarted: STALE until it confirms the current version", name)
             self._cancel(line)
         version = PolicyVersion.parse(status["committed"]) if status["committed"] is not None else None
@@ -340,7 +344,7 @@ class ParameterSyncService:
         progress = Progress(
             refused=lambda count: self._on_refused(transfer, count),
             transferred=lambda: self._on_transferred(transfer),
-            unverified=lambda reason: self._stats.unverified(transfer.version, server=transfer.server, reason=reason),
+            unverified=lambda reason: self._on_unverified(transfer, reason),
         )
         line.update = asyncio.create_task(line.channel.update(self._order(transfer, line), progress))
         try:
@@ -373,7 +377,7 @@ class ParameterSyncService:
             checksums=checksums,
             carrier=carrier,
             kv_policy=settings.kv_policy,
-            verify=settings.verify,
+            verify=self._compares(transfer, line),
             bucket_bytes=settings.bucket_bytes,
             bytes_per_second=settings.bytes_per_second,
             timeout_seconds=settings.timeout_seconds,
@@ -389,7 +393,22 @@ class ParameterSyncService:
         self._fleet.transferred(transfer)
         self._notify()
 
+    def _compares(self, transfer: Transfer, line: _Line) -> bool:
+        """A server's first version, in this incarnation and after each failure, and then each `verify_every`-th."""
+        if not self._settings.verify:
+            return False
+        return line.compared != transfer.version.incarnation or transfer.version.version % self._settings.verify_every == 0
+
+    def _on_unverified(self, transfer: Transfer, reason: Unverified) -> None:
+        line = self._lines.get(transfer.server)
+        if reason == "unasked" and self._settings.verify:
+            return  # it was not its turn
+        if line is not None:
+            line.compared = None
+        self._stats.unverified(transfer.version, server=transfer.server, reason=reason)
+
     def _on_failed(self, transfer: Transfer, line: _Line, error: Exception) -> None:
+        line.compared = None
         self._stats.failed(transfer.version, server=transfer.server, reason=f"{type(error).__name__}: {error}")
         if isinstance(error, DeadlineExceeded):
             line.channel.cancel(transfer.version)
@@ -399,6 +418,8 @@ class ParameterSyncService:
     def _on_confirmed(self, transfer: Transfer, outcome: Outcome) -> None:
         if not self._fleet.confirm(transfer, self._clock.now()):
             return
+        if outcome.verified:
+            self._lines[transfer.server].compared = transfer.version.incarnation
         self._stats.confirmed(
             transfer.version,
             server=transfer.server,

@@ -24,6 +24,15 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Judge:
+    """Compute log-probs of this batch, and train nothing."""
+
+    batch: TrainBatch
+    temperature: float
+    rounded: bool
+
+
+@dataclass(frozen=True)
 class Publish:
     version: int
     slot: int
@@ -57,7 +66,7 @@ class Stop:
     reason: str = ""
 
 
-Command = Tick | Train | Publish | Save | FinishSave | Load | Stop
+Command = Tick | Train | Judge | Publish | Save | FinishSave | Load | Stop
 
 
 def encode_command(command: Command) -> bytes:
@@ -75,9 +84,9 @@ def encode_command(command: Command) -> bytes:
         case Stop(reason):
             body = ["stop", reason]
         case Train(batch):
-            groups = [to_payload(group) for group in batch.groups]
-            cuts = [list(cut) for cut in batch.mini_batches]
-            body = ["train", batch.step, batch.version, batch.learning_rate, groups, cuts, batch.epochs]
+            body = ["train", *_batch_to_wire(batch)]
+        case Judge(batch, temperature, rounded):
+            body = ["judge", temperature, rounded, *_batch_to_wire(batch)]
     packed: bytes = msgpack.packb(body)
     return packed
 
@@ -97,11 +106,26 @@ def decode_command(payload: bytes) -> Command:
             return Load(folder)
         case ["stop", str(reason)]:
             return Stop(reason)
-        case ["train", int(step), int(version), float(learning_rate), list(groups), list(cuts), int(epochs)]:
-            batch = tuple(_group(group) for group in groups)
-            return Train(TrainBatch(step, version, learning_rate, batch, tuple(tuple(cut) for cut in cuts), epochs))
+        case ["train", *batch]:
+            return Train(_batch_from_wire(batch))
+        case ["judge", float(temperature), bool(rounded), *batch]:
+            return Judge(_batch_from_wire(batch), temperature, rounded)
         case other:
             raise MalformedFrame(f"no trainer command: {other!r:.80}")
+
+
+def _batch_to_wire(batch: TrainBatch) -> list[Any]:
+    groups, cuts = [to_payload(group) for group in batch.groups], [list(cut) for cut in batch.mini_batches]
+    return [batch.step, batch.version, batch.learning_rate, groups, cuts, batch.epochs]
+
+
+def _batch_from_wire(wire: list[Any]) -> TrainBatch:
+    match wire:
+        case [int(step), int(version), float(learning_rate), list(groups), list(cuts), int(epochs)]:
+            whole = tuple(_group(group) for group in groups)
+            return TrainBatch(step, version, learning_rate, whole, tuple(tuple(cut) for cut in cuts), epochs)
+        case other:
+            raise MalformedFrame(f"no batch: {other!r:.80}")
 
 
 def _group(payload: bytes) -> ScoredGroup:

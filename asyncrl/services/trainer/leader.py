@@ -23,6 +23,7 @@ from asyncrl.services.trainer.parts import RunBlocking, TrainerParts
 from asyncrl.services.trainer.ranks import Ranks
 from asyncrl.services.trainer.records import Records
 from asyncrl.services.trainer.saving import Saving
+from asyncrl.services.trainer.self_test import self_test
 from asyncrl.services.trainer.tally import Tally
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,10 @@ class Leader:
         reason = "rank 0 failed"
         try:
             await self._saving.begin_run(self._resume)
+            if self._resume is None:
+                await self._self_test("as loaded")
             await self._publish(self._rules.version(self.finished_steps))
+            await self._self_test("after the first version")
             while self.finished_steps < self._config.training.steps:
                 taken = await self._next_step()
                 if taken is None:
@@ -194,18 +198,42 @@ class Leader:
         self._tally.publish_seconds = self._clock.now() - began
         self.version = version
 
+    async def _self_test(self, when: str) -> None:
+        """Nothing is trained on what servers say before it is known that they compute what the trainer does."""
+        if self._parts.probes is None:
+            return
+        self.state = "self-test"
+        if self.version is not None and not await self._wait_confirmed(self.version):
+            raise RunError(
+                f"version {self.version} was not confirmed by every server within {2 * self._config.sync.timeout_seconds:g} s "
+                "(sync.timeout_seconds): parameter_sync's log says why"
+            )
+        figures = await self_test(
+            self._ranks,
+            await self._parts.probes(),
+            when=when,
+            dtype=self._config.model.dtype,
+            temperature=self._config.rollout.temperature,
+        )
+        self._parts.tracker.log("self_test", self.finished_steps, figures)
+
+    async def _wait_confirmed(self, version: int) -> bool:
+        """Until every server has confirmed it; False past twice sync.timeout_seconds, or when the run is to stop."""
+        deadline = self._clock.now() + 2 * self._config.sync.timeout_seconds
+        while not await self._run_blocking(self._publisher.wait_confirmed, version, CONFIRM_POLL_SECONDS):
+            await self._tick()
+            await asyncio.sleep(CONFIRM_PAUSE_SECONDS)
+            if self._stopping.is_set() or self._clock.now() > deadline:
+                return False
+        return True
+
     async def _finish(self) -> None:
         """No further step: say so, and keep the last version where servers can read it until they have."""
         assert self.version is not None, "a version is published first"
         self.state = "finishing"
         await self._parts.ledger.finish_training(self.version)
-        deadline = self._clock.now() + 2 * self._config.sync.timeout_seconds
-        while not await self._run_blocking(self._publisher.wait_confirmed, self.version, CONFIRM_POLL_SECONDS):
-            await self._tick()
-            await asyncio.sleep(CONFIRM_PAUSE_SECONDS)
-            if self._stopping.is_set() or self._clock.now() > deadline:
-                log.warning("version %d was not confirmed by every server before the trainer ended", self.version)
-                return
+        if not await self._wait_confirmed(self.version):
+            log.warning("version %d was not confirmed by every server before the trainer ended", self.version)
 
     async def _tick(self) -> None:
         """While the leader waits: a sign of life, and a look at the checkpoint under way."""

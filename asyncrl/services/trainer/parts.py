@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from asyncrl.messages import ScoredGroup
 from asyncrl.protocols import LedgerClient, Receiver, Tracker, TrainingEngine, WeightPublisher
 from asyncrl.services.service import AddressBook
 
@@ -19,12 +20,14 @@ class RunBlocking(Protocol):
 @dataclass(frozen=True)
 class LeaderParts:
     """Rank 0's alone. `receiver` takes from topic `scored`. `evaluations(name)`: that metric of the evaluations so far, by step
-    (may raise TransportError); without it checkpoint.best cannot name one of evaluation."""
+    (may raise TransportError); without it checkpoint.best cannot name one of evaluation. `probes`: what each server answers to
+    fixed prompts, by name; without it servers and trainer are not compared."""
 
     receiver: Receiver
     ledger: LedgerClient
     tracker: Tracker
     evaluations: Callable[[str], Awaitable[Mapping[int, float]]] | None = None
+    probes: Callable[[], Awaitable[Mapping[str, Sequence[ScoredGroup]]]] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from asyncrl.errors import CheckpointError, TransportError
 from asyncrl.protocols import StepOutcome, TrainBatch, TrainingEngine, WeightPublisher
 from asyncrl.services.trainer.commands import (
     Command,
     FinishSave,
+    Judge,
     Load,
     Publish,
     Save,
@@ -43,6 +47,12 @@ class Ranks:
         await self._tell(Train(batch))
         outcome: StepOutcome = await self._together(self._engine.train, batch)
         return outcome
+
+    async def judge(self, batch: TrainBatch, temperature: float, *, rounded: bool = False) -> npt.NDArray[np.float32]:
+        """Log-probs of the batch's tokens under the present weights."""
+        await self._tell(Judge(batch, temperature, rounded))
+        log_probs: npt.NDArray[np.float32] = await self._together(self._engine.judge, batch, temperature, rounded)
+        return log_probs
 
     async def publish(self, version: int) -> None:
         """Stage `version` on every rank, in the slot that rank 0 was given."""
@@ -113,6 +123,8 @@ async def follow(engine: TrainingEngine, publisher: WeightPublisher, run_blockin
         match command:
             case Train(batch):
                 await run_blocking(engine.train, batch)
+            case Judge(batch, temperature, rounded):
+                await run_blocking(engine.judge, batch, temperature, rounded)
             case Publish(version, slot):
                 await run_blocking(publisher.stage, version, slot)
             case Save(folder):

@@ -1,0 +1,289 @@
+"""What an update of the weights costs a real SGLang server that is decoding 16 streams, by every way to make it, in one run.
+
+    staged       shards into the scheduler's spare memory while it decodes, then a swap between two steps
+    broadcast    pause, whole tensors through SGLang's update group (gloo), go on
+    disk         pause, safetensors from a folder, go on
+    abort        the field's habit: abort what runs, load from disk, and ask for every response again from its prompt
+
+stall: the scheduler's decode loop held (staged: by its own clock; else from pause to continue, as the caller sees it).
+client gap: from a stream's last token before the swap to its next new one (abort: to the first that it had not had before).
+
+- staged: stall p50 ≤ 1.5 × a memory copy of the model + 20 ms; client gap p50 ≤ a normal gap + the same; and throttled tenfold
+  no longer than 1.2 × that + 10 ms, over 50 updates;
+- abort + resubmit: a client gap at least 10 × that of staged.
+
+Needs SGLang (bash deploy/sglang-cpu/install.sh). ASYNCRL_SGLANG_PYTHON names another environment's Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import aiohttp
+import orjson
+
+from asyncrl.protocols.weights import PolicyVersion
+from asyncrl.weight_sync.broadcast import BroadcastCarrier
+from asyncrl.weight_sync.channel import Outcome, ReceiverChannel
+from asyncrl.weight_sync.endpoints import UpdateEndpoints
+from asyncrl.weight_sync.http_channel import DiskCarrier, HttpChannel
+from tests.benchmarks.sync import Trainer, make_model
+from tests.sglang.servers import PYTHON, RunningServer, serving
+from tests.waiting import until
+from tests.weight_sync.stand_in import StagedModel
+
+STREAMS, PROMPT, CONTEXT = 16, list(range(2, 18)), 2048
+UPDATES, OTHER_UPDATES = 50, 10
+TIMEOUT = 60.0
+LIMITS = {"copies": 1.5, "stall_ms": 20.0, "throttled": 1.2, "throttled_ms": 10.0, "abort": 10.0}
+
+
+class Stream:
+    """One response under way, asked for again when it is over or was aborted; `tokens`: when each token of it came."""
+
+    def __init__(self, server: RunningServer, http: aiohttp.ClientSession, number: int):
+        self._server, self._http, self._number = server, http, number
+        self.tokens: list[float] = []
+        self.lost = 0  # tokens that were generated and thrown away
+        self.asked = 0
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            await self._ask()
+
+    async def _ask(self) -> None:
+        self.asked += 1
+        self.tokens = []
+        sampling = {"max_new_tokens": CONTEXT - len(PROMPT) - 8, "ignore_eos": True, "temperature": 1.0, "stream_interval": 1}
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True, "rid": f"s{self._number}-{self.asked}"}
+        async with self._http.post(f"{self._server.url}/generate", json=body) as answer:
+            rest = b""
+            async for data in answer.content.iter_any():
+                *blocks, rest = (rest + data).split(b"\n\n")
+                now = time.monotonic()
+                for block in blocks:
+                    text = block.removeprefix(b"data:").strip()
+                    if text and text != b"[DONE]":
+                        event = orjson.loads(text)
+                        self.tokens += [now] * (int(event["meta_info"]["completion_tokens"]) - len(self.tokens))
+
+
+@dataclass
+class Figures:
+    """Of the updates made one way, in milliseconds."""
+
+    stalls: list[float] = field(default_factory=list)
+    transfers: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        return {
+            "stall_ms_p50": _p50(self.stalls),
+            "transfer_ms_p50": _p50(self.transfers),
+            "client_gap_ms_p50": _p50(self.gaps),
+            "client_gap_ms_max": round(max(self.gaps, default=0.0), 2),
+            "tokens_lost_per_update": round(statistics.fmean(self.lost), 1) if self.lost else 0.0,
+            "updates": len(self.gaps),
+        }
+
+
+class Bench:
+    """One server, its streams, and versions for it."""
+
+    def __init__(self, server: RunningServer, trainer: Trainer, http: aiohttp.ClientSession, folder: Path):
+        self.server, self.trainer, self.folder = server, trainer, folder
+        self.streams = [Stream(server, http, number) for number in range(STREAMS)]
+        self.staged = StagedModel(trainer.parameters, bucket_bytes=16_000_000)
+        self.http, self._version = http, 0
+
+    async def warm(self) -> None:
+        await until(lambda: all(len(stream.tokens) >= 20 for stream in self.streams), TIMEOUT)
+
+    async def normal_gap_ms(self) -> float:
+        """The largest gap between two tokens of a stream, median of 20 stretches without an update."""
+        largest = []
+        for _ in range(20):
+            began = time.monotonic()
+            await asyncio.sleep(0.25)
+            largest.append(max(_largest_gap(stream.tokens, began) for stream in self.streams))
+        return _p50([1e3 * gap for gap in largest])
+
+    async def updates(
+        self, number: int, make: Callable[[PolicyVersion], Awaitable[Outcome]], *, rest_seconds: float = 0.2
+    ) -> Figures:
+        figures = Figures()
+        for _ in range(number):
+            await self._room()
+            self._version += 1
+            began = time.monotonic()
+            outcome = await make(PolicyVersion(1, self._version))
+            swapped = time.monotonic() - outcome.pause_seconds
+            await asyncio.sleep(rest_seconds)
+            figures.stalls.append(1e3 * outcome.pause_seconds)
+            figures.transfers.append(1e3 * outcome.transfer_seconds)
+            around = max(began, swapped - 0.2)
+            figures.gaps.append(1e3 * max(_largest_gap(stream.tokens, around) for stream in self.streams))
+            figures.lost.append(0)
+        return figures
+
+    async def aborts(self, number: int, load: Callable[[PolicyVersion], Awaitable[Outcome]]) -> Figures:
+        """Abort what runs, load, and let every stream begin anew; until each has a token more than it had."""
+        figures = Figures()
+        for _ in range(number):
+            await self._room()
+            self._version += 1
+            had, last = [len(stream.tokens) for stream in self.streams], [stream.tokens[-1] for stream in self.streams]
+            asked = [stream.asked for stream in self.streams]
+            async with self.http.post(f"{self.server.url}/abort_request", json={"abort_all": True}):
+                pass
+            outcome = await load(PolicyVersion(1, self._version))
+            gaps = []
+            for stream, count, before, times in zip(self.streams, had, last, asked, strict=True):
+                await until(lambda s=stream, t=times, c=count: s.asked > t and len(s.tokens) > c, 4 * TIMEOUT)
+                gaps.append(stream.tokens[count] - before)
+            figures.stalls.append(1e3 * outcome.pause_seconds)
+            figures.transfers.append(1e3 * outcome.transfer_seconds)
+            figures.gaps.append(1e3 * statistics.median(gaps))
+            figures.lost.append(sum(had))
+        return figures
+
+    async def _room(self) -> None:
+        """No stream is near its end, where another begins."""
+        await until(lambda: all(8 <= len(stream.tokens) <= CONTEXT - 300 for stream in self.streams), 4 * TIMEOUT)
+
+    async def close(self) -> None:
+        for stream in self.streams:
+            stream.task.cancel()
+        await asyncio.gather(*(stream.task for stream in self.streams), return_exceptions=True)
+        self.staged.remove()
+
+
+def _largest_gap(times: list[float], since: float) -> float:
+    recent = [moment for moment in times if moment >= since]
+    before = [moment for moment in times if moment < since][-1:]
+    marks = [*before, *recent, time.monotonic()]
+    return max((later - earlier for earlier, later in itertools.pairwise(marks)), default=0.0)
+
+
+def _p50(values: list[float]) -> float:
+    return round(statistics.median(values), 3) if values else 0.0
+
+
+async def measure(folder: Path, updates: int, others: int) -> dict[str, Any]:
+    trainer = Trainer(make_model(folder / "model"))
+    copy_ms = 1e3 * trainer.copy_seconds()
+    further = {"max-total-tokens": STREAMS * (CONTEXT + 64)}
+    async with (
+        serving(folder / "model", folder, context_tokens=CONTEXT, further=further) as server,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
+    ):
+        bench = Bench(server, trainer, http, folder)
+        receiver = ReceiverChannel(server.receiver)
+        endpoints = UpdateEndpoints(server.url, token=None, timeout_seconds=TIMEOUT)
+        try:
+            await bench.warm()
+            normal = await bench.normal_gap_ms()
+
+            async def staged(version: PolicyVersion, rate: float | None = None) -> Outcome:
+                return await receiver.update(
+                    bench.staged.order(version, bytes_per_second=rate, verify=False, timeout_seconds=TIMEOUT)
+                )
+
+            plain = await bench.updates(updates, staged)
+            full_rate = trainer.num_bytes / max(1e-3, _p50(plain.transfers) / 1e3)
+            slow = await bench.updates(updates // 5, lambda version: staged(version, full_rate / 10))
+            disk = HttpChannel(endpoints, DiskCarrier(endpoints, folder / "versions", folder / "model"), None)
+            by_disk = await bench.updates(others, lambda version: disk.update(_order(bench, version)))
+            aborted = await bench.aborts(others, lambda version: disk.update(_order(bench, version)))
+            broadcast = HttpChannel(endpoints, BroadcastCarrier(endpoints, timeout_seconds=TIMEOUT), None)
+            by_broadcast = await bench.updates(others, lambda version: broadcast.update(_order(bench, version)))
+            await broadcast._carrier.close()
+            await disk._carrier.close()
+        finally:
+            await bench.close()
+            await receiver.close()
+            await endpoints.close()
+    ways = {
+        "staged": plain.summary(),
+        "staged_throttled_tenfold": slow.summary(),
+        "broadcast": by_broadcast.summary(),
+        "disk": by_disk.summary(),
+        "abort_and_resubmit": aborted.summary(),
+    }
+    return judge(ways, copy_ms=copy_ms, normal_ms=normal, megabytes=trainer.num_bytes / 1e6)
+
+
+def _order(bench: Bench, version: PolicyVersion) -> Any:
+    return bench.staged.order(version, verify=False, timeout_seconds=TIMEOUT)
+
+
+def judge(ways: dict[str, dict[str, float]], *, copy_ms: float, normal_ms: float, megabytes: float) -> dict[str, Any]:
+    staged, slow, aborted = ways["staged"], ways["staged_throttled_tenfold"], ways["abort_and_resubmit"]
+    allowed = LIMITS["copies"] * copy_ms + LIMITS["stall_ms"]
+
+    def at_most(value: float, limit: float) -> dict[str, Any]:
+        return {"value": round(value, 3), "limit": round(limit, 3), "ok": value <= limit}
+
+    ratio = aborted["client_gap_ms_p50"] / max(staged["client_gap_ms_p50"], 1e-9)
+    checks = {
+        "staged_stall_ms": at_most(staged["stall_ms_p50"], allowed),
+        "staged_client_gap_ms": at_most(staged["client_gap_ms_p50"], normal_ms + allowed),
+        "throttled_stall_ms": at_most(
+            slow["stall_ms_p50"], LIMITS["throttled"] * staged["stall_ms_p50"] + LIMITS["throttled_ms"]
+        ),
+        "throttled_client_gap_ms": at_most(
+            slow["client_gap_ms_p50"], LIMITS["throttled"] * staged["client_gap_ms_p50"] + LIMITS["throttled_ms"]
+        ),
+        "abort_against_staged": {"value": round(ratio, 2), "limit": LIMITS["abort"], "ok": ratio >= LIMITS["abort"]},
+    }
+    return {
+        "name": "weight_sync",
+        "ratio": round(ratio, 2),
+        "ours": staged["client_gap_ms_p50"],
+        "baseline": aborted["client_gap_ms_p50"],
+        "limit": LIMITS["abort"],
+        "ok": all(check["ok"] for check in checks.values()),
+        "checks": checks,
+        "ways": ways,
+        "model_megabytes": round(megabytes, 1),
+        "memory_copy_ms": round(copy_ms, 2),
+        "normal_gap_ms": normal_ms,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=UPDATES)
+    parser.add_argument("--others", type=int, default=OTHER_UPDATES, help="updates made each other way")
+    chosen = parser.parse_args()
+    if not PYTHON.exists():
+        print(f"no SGLang at {PYTHON}: run bash deploy/sglang-cpu/install.sh", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
+        result = asyncio.run(measure(Path(folder), chosen.updates, chosen.others))
+        for name, figures in result["ways"].items():
+            print(f"{name:26}", *(f"{key} {value:g}" for key, value in figures.items()))
+        print(json.dumps(result))
+        return 0 if result["ok"] else 1
+    return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
