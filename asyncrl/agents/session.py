@@ -154,7 +154,11 @@ class Session:
                 await pause_before_retry(tried)
             rid = f"{task.rid_prefix}{task.id}/{self.member}:{self._turns}.{tried}"
             request = GenerateRequest(
-                np.asarray(ids, np.int32), (MemberRequest(self.member, rid, seed),), sampling, task.timeout_seconds
+                np.asarray(ids, np.int32),
+                (MemberRequest(self.member, rid, seed),),
+                sampling,
+                task.timeout_seconds,
+                conversation=f"{task.id}/{self.member}",
             )
             self._active.add(rid)
             try:

@@ -342,7 +342,10 @@ def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> Rollou
     held_out = objects.eval if objects.eval is not None else data.eval
     folder = model_folder(config.model.path)
     tokenizer = HfTokenizer(config.model.tokenizer or folder, model_path=folder, trust_remote_code=config.model.trust_remote_code)
-    engine = FleetClient(is_embedded=config.inference.engine == "embedded", token=security.door().token)
+    is_embedded = config.inference.engine == "embedded"
+    engine = FleetClient(
+        is_embedded=is_embedded, token=security.door().token, max_batch=None if is_embedded else config.inference.max_batch
+    )
     queue, reward = RpcClient(book["message_queue"]["rpc"]), RpcClient(book["reward"]["rpc"])
     fleet = RpcFleet(book["parameter_sync"]["rpc"])
     away = config.queue.reconnect_seconds

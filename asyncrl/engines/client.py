@@ -1,6 +1,6 @@
 """The client of one or more inference servers that speak SGLang's protocol: one completion per member, groups share calls.
 
-generate ─▶ route (least loaded that takes traffic; waits for one) ─▶ shared call ─▶ a completion per finished member
+generate ─▶ route (the conversation's, or least loaded with room) ─▶ shared call ─▶ a completion per finished member
                ▲       ▲                                                │
 update(view) ──┘       └── server lost: on with the tokens it has ──────┤
                            anything else that goes wrong: completions with `failure`
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -27,11 +28,14 @@ from asyncrl.engines.shared_call import (
     not_sglang,
 )
 from asyncrl.errors import GenerationFailed
-from asyncrl.protocols import Completion, FleetView, GenerateRequest, PolicyVersion, ServerView
+from asyncrl.protocols import Completion, FleetView, GenerateRequest, PolicyVersion, ServerLoad, ServerView
 from asyncrl.protocols.inference import failed_completion
+from asyncrl.scheduling.concurrency import ConcurrencyLimit
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
+MAX_CONVERSATIONS = 65_536  # remembered, the newest
+LOWEST = 8  # responses that a server is always asked for, whatever it reports
 MAX_LOSSES = 5  # servers that a response may lose one after the other without a token: then it may be what kills them
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0  # a lost server that still stands in the view is left alone so long
 Failures = (GenerationFailed, TimeoutError)
@@ -114,13 +118,25 @@ class FleetClient:
     the embedded engine; SGLang's draw the rest of such a response afresh.
     """
 
-    def __init__(self, view: FleetView | None = None, *, is_embedded: bool = True, token: str | None = None):
+    def __init__(
+        self,
+        view: FleetView | None = None,
+        *,
+        is_embedded: bool = True,
+        token: str | None = None,
+        max_batch: int | None = None,
+    ):
+        """max_batch: responses that one server computes at once; with it a server that says how much it has to do is asked for as
+        many as it can serve, else for all."""
         self._view = view or fixed_fleet({})
         self._open = [server for server in self._view.servers if server.takes_traffic]
         self._is_embedded = is_embedded
         self._changed = asyncio.Event()
         self._is_closed = False
         self._load: dict[str, int] = {}
+        self._max_batch = max_batch
+        self._limits: dict[str, ConcurrencyLimit] = {}
+        self._homes: OrderedDict[str, str] = OrderedDict()  # conversation to the server that had its last turn
         self._wanted: dict[str, _Asked] = {}  # rid to the group that it belongs to
         self._pauses: dict[str, _Pause] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -138,6 +154,8 @@ class FleetClient:
                 self._give_up(known, "it is silent" if known.url == server.url else f"it is at {server.url} now")
             if server.takes_traffic and (known is None or not known.takes_traffic or known.url != server.url):
                 self._pauses.pop(server.name, None)
+            if server.load is not None and (known is None or known.load != server.load):
+                self._note_load(server.name, server.load)
         self._look_again()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[Completion], None]:
@@ -207,10 +225,45 @@ class FleetClient:
                 ends = {server.name: self._pause_end(server) for server in servers}
                 servers = [server for server in servers if ends[server.name] <= now()]
                 look_at = min(ends.values(), default=look_at) if not servers else look_at
+            servers = [server for server in servers if self._has_room(server.name, len(asked.part.left))]
             if servers:
-                return min(servers, key=lambda server: self._load.get(server.name, 0))
+                return self._chosen(servers, asked.part.request.conversation)
             await self._wait_until(look_at, asked.deadline)
         return None
+
+    def _chosen(self, servers: Sequence[ServerView], conversation: str | None) -> ServerView:
+        """The one that had the conversation's last turn, and else the least loaded."""
+        home = self._homes.get(conversation) if conversation is not None else None
+        server = next((server for server in servers if server.name == home), None)
+        server = server or min(servers, key=lambda server: self._load.get(server.name, 0))
+        if conversation is not None:
+            self._homes[conversation] = server.name
+            self._homes.move_to_end(conversation)
+            if len(self._homes) > MAX_CONVERSATIONS:
+                self._homes.popitem(last=False)
+        return server
+
+    def _has_room(self, name: str, wanted: int) -> bool:
+        """Whether a server may be asked for so many more. An idle one always may: a group need not fit its limit."""
+        limit, asked = self._limits.get(name), self._load.get(name, 0)
+        return limit is None or not asked or asked + wanted <= limit.limit
+
+    def _note_load(self, name: str, load: ServerLoad) -> None:
+        if self._max_batch is None:
+            return
+        limit = self._limits.get(name)
+        if limit is None:
+            start = self._max_batch
+            limit = self._limits[name] = ConcurrencyLimit(start=start, lowest=min(LOWEST, start), highest=2 * start)
+        limit.reported(running=load.running, waiting=load.waiting, kv_use=load.kv_use)
+
+    def _finished(self, name: str, number: int) -> None:
+        """So many responses of this server are there, and whoever waits for room looks again."""
+        limit = self._limits.get(name)
+        if limit is not None:
+            for _ in range(number):
+                limit.finished(asked=self._load[name])
+            self._look_again()
 
     async def _wait_until(self, moment: float, deadline: float) -> None:
         """For a change, or until `moment` comes. Raises TimeoutError once the deadline has passed."""
@@ -268,6 +321,7 @@ class FleetClient:
                 if not finished:
                     return
                 unused -= len(finished)
+                self._finished(server.name, len(finished))
                 self._load[server.name] -= len(finished)
                 if self._pauses:
                     self._pauses.pop(server.name, None)
@@ -278,6 +332,8 @@ class FleetClient:
                     raise ServerLost(outdated, is_suspect=False)
         finally:
             self._load[server.name] -= unused
+            if self._limits:
+                self._look_again()
             self._leave(call, part)
 
     def _completions(

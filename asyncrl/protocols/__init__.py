@@ -19,7 +19,16 @@ from asyncrl.protocols.prompts import Prompt, PromptSource, Tokenizer
 from asyncrl.protocols.queue import Delivery, Receiver, Sender
 from asyncrl.protocols.tracking import Tracker
 from asyncrl.protocols.training import EngineLauncher, StateFiles, StepOutcome, TrainBatch, TrainingEngine
-from asyncrl.protocols.weights import CommitReport, Fleet, FleetView, PolicyVersion, ServerView, WeightPublisher, WeightTarget
+from asyncrl.protocols.weights import (
+    CommitReport,
+    Fleet,
+    FleetView,
+    PolicyVersion,
+    ServerLoad,
+    ServerView,
+    WeightPublisher,
+    WeightTarget,
+)
 
 __all__ = [
     "CommitReport",
@@ -45,6 +54,7 @@ __all__ = [
     "ReturnedGroup",
     "SamplingParams",
     "Sender",
+    "ServerLoad",
     "ServerView",
     "StateFiles",
     "StepOutcome",

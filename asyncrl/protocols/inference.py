@@ -35,13 +35,15 @@ class MemberRequest:
 
 @dataclass(slots=True)
 class GenerateRequest:
-    """Responses to one prompt; members share its prefill. `server` asks for one server by name; None lets the fleet choose."""
+    """Responses to one prompt; members share its prefill. `server` asks for one server by name; None lets the fleet choose.
+    `conversation`: what this is a turn of; the server that had the turn before, and so its prefix, is preferred."""
 
     prompt_tokens: npt.NDArray[np.int32]
     members: tuple[MemberRequest, ...]
     sampling: SamplingParams
     timeout_seconds: float
     server: str | None = None
+    conversation: str | None = None
 
 
 @dataclass(slots=True)

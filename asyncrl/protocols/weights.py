@@ -84,14 +84,24 @@ class WeightTarget(Protocol):
         `staged` holds the old weights, to be written over by the next version."""
 
 
+class ServerLoad(NamedTuple):
+    """What a server reports: requests that run and that wait in it, and the share of its KV memory in use."""
+
+    running: int
+    waiting: int
+    kv_use: float
+
+
 @dataclass(frozen=True)
 class ServerView:
-    """One server as the fleet sees it. Only READY and UPDATING servers take traffic."""
+    """One server as the fleet sees it. Only READY and UPDATING servers take traffic. `load`: its last report, None where it makes
+    none."""
 
     name: str
     url: str
     state: ServerState
     version: int | None
+    load: ServerLoad | None = None
 
     @property
     def takes_traffic(self) -> bool:

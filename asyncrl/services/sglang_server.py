@@ -189,7 +189,8 @@ class SglangServer:
             if self._state != "serving" or server is None:
                 continue
             seen: dict[str, Any] = dict(await server.load())
+            load = [seen["running"], seen["waiting"], seen["kv_use"]] if seen else None
             with contextlib.suppress(AsyncrlError):
-                seen |= await sync.call("server", timeout=ASK_SECONDS, name=self.name)
+                seen |= await sync.call("server", timeout=ASK_SECONDS, name=self.name, load=load)
             if self._server is server and self._state == "serving":
                 self._seen = {**self._seen, **seen}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.protocols.weights import FleetView, ServerView
+from asyncrl.protocols.weights import FleetView, ServerLoad, ServerView
 from asyncrl.transport.rpc import RpcClient
 
 _POLL_SECONDS = 2.0  # one question; what was asked of a ParameterSync that died is asked again after this and the next
@@ -52,10 +52,13 @@ def view_to_wire(view: FleetView, session: str) -> dict[str, Any]:
         "incarnation": view.incarnation,
         "confirmed": view.confirmed,
         "published": view.published,
-        "servers": [[s.name, s.url, s.state, s.version] for s in view.servers],
+        "servers": [[s.name, s.url, s.state, s.version, None if s.load is None else list(s.load)] for s in view.servers],
     }
 
 
 def view_from_wire(wire: Mapping[str, Any]) -> FleetView:
-    servers = tuple(ServerView(*row) for row in wire["servers"])
+    servers = tuple(
+        ServerView(name, url, state, version, None if load is None else ServerLoad(*load))
+        for name, url, state, version, load in wire["servers"]
+    )
     return FleetView(wire["seq"], wire["incarnation"], wire["confirmed"], wire["published"], servers)

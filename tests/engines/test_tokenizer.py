@@ -53,7 +53,7 @@ def test_a_text_is_neither_cut_nor_padded_whatever_the_tokenizer_was_saved_with(
 
 
 def test_a_tokenizer_with_an_encoding_of_its_own_keeps_it(folder, monkeypatch):
-    own = AutoTokenizer.from_pretrained(folder)
+    own = HfTokenizer(folder)._tokenizer
     monkeypatch.setattr(type(own), "encode", lambda self, text: [7, 7], raising=False)
     assert HfTokenizer(folder).encode_prompt("1+2+3=") == [7, 7]
 

@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncrl.errors import NotRegistered, StaleIncarnation, SyncError
-from asyncrl.protocols.weights import FleetView, PolicyVersion, ServerState, ServerView
+from asyncrl.protocols.weights import FleetView, PolicyVersion, ServerLoad, ServerState, ServerView
 
 RETRY_SECONDS = 1.0
 
@@ -72,6 +72,7 @@ class _Server:
     restarting: bool = False
     given_up: bool = False
     retired: bool = False
+    load: ServerLoad | None = None
 
     @property
     def is_counted_on(self) -> bool:
@@ -244,6 +245,10 @@ class FleetState:
         server.in_traffic, server.transfer, server.to_ask = False, None, True
         server.restarting, server.reason = True, reason
 
+    def reports(self, name: str, load: ServerLoad) -> None:
+        """How much it has to do."""
+        self._servers[name].load = load
+
     def give_up(self, name: str, reason: str) -> bool:
         """It does not come back. True when no other server is left."""
         server = self._servers[name]
@@ -384,7 +389,9 @@ class FleetState:
 
     def view(self) -> FleetView:
         """The fleet now; `seq` grows whenever anything in it changed since the view before."""
-        servers = tuple(ServerView(s.name, s.url, self.state_of(s.name), self.version_of(s.name)) for s in self._servers.values())
+        servers = tuple(
+            ServerView(s.name, s.url, self.state_of(s.name), self.version_of(s.name), s.load) for s in self._servers.values()
+        )
         confirmed = self.confirmed
         seen = (self.incarnation, confirmed, self.published, servers)
         if seen != self._seen:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, NotRegistered, RunError
-from asyncrl.protocols.weights import FleetView, KvPolicy, PolicyVersion
+from asyncrl.protocols.weights import FleetView, KvPolicy, PolicyVersion, ServerLoad
 from asyncrl.services.parameter_sync.fleet import Content, FleetState, Transfer
 from asyncrl.services.parameter_sync.stats import SyncStats
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
@@ -254,8 +254,12 @@ class ParameterSyncService:
             task.add_done_callback(self._on_loop_ended)
         self._notify()
 
-    def server(self, name: str) -> dict[str, Any]:
-        """What is known of one server, for its own row of `status`."""
+    def server(self, name: str, load: Sequence[float] | None = None) -> dict[str, Any]:
+        """What is known of one server, for its own row of `status`. load: what it reports, as a ServerLoad's values."""
+        if load is not None:
+            running, waiting, kv_use = load
+            self._fleet.reports(name, ServerLoad(int(running), int(waiting), float(kv_use)))
+            self._notify()
         return {"version": self._fleet.version_of(name), **self._stats.latest_of(name)}
 
     def restarting_server(self, name: str, reason: str) -> None:
