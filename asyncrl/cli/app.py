@@ -108,6 +108,46 @@ def stop(
     return stop(run, timeout=timeout, as_json=json)
 
 
+servers = typer.Typer(help="Show, add and remove the inference servers of a live run.", no_args_is_help=True)
+app.add_typer(servers, name="servers", short_help="Show, add and remove a live run's servers.")
+
+
+@servers.command(name="list", short_help="Show a run's servers.")
+def list_servers(run: RunDir, json: AsJson = False) -> int:
+    """Show a live run's inference servers: state, version, load, and what their last version took."""
+    from asyncrl.cli.servers import list_servers
+
+    return list_servers(run, as_json=json)
+
+
+@servers.command(name="add", short_help="Have a running SGLang server take part.")
+def add_server(
+    run: RunDir,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Of a running SGLang server: http://host:port.")],
+    receiver: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--receiver", metavar="tcp://HOST:PORT", help="Where its weight receiver listens (its ASYNCRL_RECEIVER)."),
+    ] = None,
+    json: AsJson = False,
+) -> int:
+    """Have a running SGLang server take part in a live run, once it has confirmed the current version."""
+    from asyncrl.cli.servers import add_server
+
+    return add_server(run, url, receiver, as_json=json)
+
+
+@servers.command(name="remove", short_help="Take a server out of a run.")
+def remove_server(
+    run: RunDir,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Such as inference/1: asyncrl servers list shows them.")],
+    json: AsJson = False,
+) -> int:
+    """Take a server out of a live run: what it has been asked for ends there, and nothing new begins."""
+    from asyncrl.cli.servers import remove_server
+
+    return remove_server(run, name, as_json=json)
+
+
 @app.command(short_help="Hold a run's ledger against its witnesses.")
 def audit(run: RunDir, json: AsJson = False) -> int:
     """Check that every prompt group that was dispatched is in exactly one place. Exit code 1 when one is in none or in two."""

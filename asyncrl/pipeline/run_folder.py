@@ -51,13 +51,13 @@ class RunFolder:
             return False
         return True
 
-    def ask(self, method: str, *, timeout: float = ANSWER_SECONDS) -> Any:
+    def ask(self, method: str, *, timeout: float = ANSWER_SECONDS, **params: Any) -> Any:
         """Ask the supervisor of a live run. Raises TransportError when it does not answer in time, UserError for a run whose keys
         are another user's."""
         from asyncrl.transport.rpc import call_once
 
         assert self.started is not None, "only a run that started can be asked"
-        return call_once(str(self.started["rpc"]), method, timeout=timeout, door=self.door())
+        return call_once(str(self.started["rpc"]), method, timeout=timeout, door=self.door(), **params)
 
     def door(self) -> Door:
         """To a live run's processes. Raises as `ask`."""

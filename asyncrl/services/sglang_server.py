@@ -72,7 +72,7 @@ class SglangServer:
         self.name = name
         self._servers, self._start_seconds, self._clock = servers, start_seconds, clock
         self._rpc = service_rpc(self)
-        self._stopping = asyncio.Event()
+        self._stopping, self._retired = asyncio.Event(), asyncio.Event()
         self._state = "starting"
         self._reason = ""
         self._seen: dict[str, Any] = {}
@@ -99,7 +99,9 @@ class SglangServer:
         try:
             while not self._stopping.is_set():
                 how = await self._until_it_ends()
-                if how is not None and not await self._start_again(how, sync):
+                if self._retired.is_set():
+                    await self._leave()
+                elif how is not None and not await self._start_again(how, sync):
                     await self._give_up(sync)
         finally:
             looking.cancel()
@@ -121,15 +123,17 @@ class SglangServer:
         return {"servers": {self.name: {**self._seen, "restarts": self._restarts}}}
 
     async def _until_it_ends(self) -> str | None:
-        """How the server ended; None when it is to stop."""
+        """How the server ended; None when it is to stop, or was taken out of the run."""
         assert self._server is not None, "start first"
-        ends, stops = asyncio.ensure_future(self._server.wait()), asyncio.ensure_future(self._stopping.wait())
+        ends = asyncio.ensure_future(self._server.wait())
+        others = [asyncio.ensure_future(event.wait()) for event in (self._stopping, self._retired)]
         try:
-            await asyncio.wait([ends, stops], return_when=asyncio.FIRST_COMPLETED)
-            return ends.result() if ends.done() and not self._stopping.is_set() else None
+            await asyncio.wait([ends, *others], return_when=asyncio.FIRST_COMPLETED)
+            is_unasked = not self._stopping.is_set() and not self._retired.is_set()
+            return ends.result() if ends.done() and is_unasked else None
         finally:
-            ends.cancel()
-            stops.cancel()
+            for waiting in (ends, *others):
+                waiting.cancel()
 
     async def _start_again(self, how: str, sync: RpcClient) -> bool:
         """Whether the server serves again. Tries RESTARTS times in a row."""
@@ -176,6 +180,13 @@ class SglangServer:
         await sync.call("give_up_server", timeout=self._start_seconds, name=self.name, reason=self._reason)
         await self._stopping.wait()
 
+    async def _leave(self) -> None:
+        """Taken out of the run, with nothing left to do."""
+        assert self._server is not None
+        self._state, self._seen = "retired", {}
+        await self._server.end()
+        await self._stopping.wait()
+
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -192,5 +203,8 @@ class SglangServer:
             load = [seen["running"], seen["waiting"], seen["kv_use"]] if seen else None
             with contextlib.suppress(AsyncrlError):
                 seen |= await sync.call("server", timeout=ASK_SECONDS, name=self.name, load=load)
+            fleet = seen.pop("fleet", None)
             if self._server is server and self._state == "serving":
                 self._seen = {**self._seen, **seen}
+            if fleet == "RETIRED" and not seen.get("running") and not seen.get("waiting"):
+                self._retired.set()

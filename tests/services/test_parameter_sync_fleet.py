@@ -48,6 +48,41 @@ def test_a_server_starts_without_traffic_and_is_ready_once_it_confirms():
     assert (fleet.state_of(A), fleet.confirmed) == ("READY", 0)
 
 
+def test_a_server_that_its_owner_starts_again_is_restarting_until_it_is_heard_and_ready_only_with_the_current_version():
+    fleet = a_fleet(A, B)
+    publish(fleet, 0)
+    bring(fleet, A)
+    bring(fleet, B)
+    fleet.restarts(A, "killed")
+    assert (fleet.state_of(A), fleet.reason_of(A), fleet.is_confirmed(0)) == ("RESTARTING", "killed", False)
+    assert not fleet.missed(A, 100.0), "it is known to be away"
+    assert not fleet.missed(A, 100.0)
+    publish(fleet, 1)
+    bring(fleet, B, 1.0)
+    fleet.heard(A, "second", 2.0)
+    assert fleet.state_of(A) == "STALE"
+    bring(fleet, A, 2.0)
+    assert (fleet.state_of(A), fleet.version_of(A)) == ("READY", 1)
+
+
+def test_nobody_waits_for_a_server_that_was_given_up_or_retired():
+    fleet = a_fleet(A, B, "inference/2")
+    publish(fleet, 0)
+    for name in (A, B, "inference/2"):
+        bring(fleet, name)
+    assert not fleet.give_up(B, "no memory")
+    fleet.retire("inference/2")
+    assert (fleet.state_of(B), fleet.state_of("inference/2")) == ("DEAD", "RETIRED")
+    publish(fleet, 1)
+    assert fleet.next_transfer("inference/2", 1.0) is None
+    assert fleet.next_transfer(B, 1.0) is None
+    bring(fleet, A, 1.0)
+    assert fleet.is_confirmed(1)
+    assert fleet.confirmed == 1
+    assert fleet.give_up(A, "no memory either"), "none is left"
+    assert fleet.given_up() == {A: "no memory either", B: "no memory"}
+
+
 def test_a_server_takes_traffic_while_a_newer_version_travels():
     fleet = a_fleet()
     publish(fleet, 0)

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.clock import Clock
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, NotRegistered, RunError
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, NotRegistered, RunError, SyncError
 from asyncrl.protocols.weights import FleetView, KvPolicy, PolicyVersion, ServerLoad
 from asyncrl.services.parameter_sync.fleet import Content, FleetState, Transfer
 from asyncrl.services.parameter_sync.stats import SyncStats
@@ -115,6 +115,8 @@ class ParameterSyncService:
             "wait_confirmed": self.wait_confirmed,
             "add_server": self.add_server,
             "server": self.server,
+            "servers": self.servers,
+            "retire_server": self.retire_server,
             "restarting_server": self.restarting_server,
             "give_up_server": self.give_up_server,
             "latest": self._stats.latest,
@@ -260,13 +262,44 @@ class ParameterSyncService:
             running, waiting, kv_use = load
             self._fleet.reports(name, ServerLoad(int(running), int(waiting), float(kv_use)))
             self._notify()
-        return {"version": self._fleet.version_of(name), **self._stats.latest_of(name)}
+        return {"version": self._fleet.version_of(name), "fleet": self._fleet.state_of(name), **self._stats.latest_of(name)}
+
+    def servers(self) -> list[dict[str, Any]]:
+        """Every server of the fleet: name, url, state, version, reason (why it takes no traffic), load, and what its last version
+        took."""
+        return [
+            {
+                "name": server.name,
+                "url": server.url,
+                "state": server.state,
+                "version": server.version,
+                "reason": self._fleet.reason_of(server.name),
+                "load": server.load._asdict() if server.load is not None else None,
+                **self._stats.latest_of(server.name),
+            }
+            for server in self._fleet.view().servers
+        ]
+
+    async def retire_server(self, name: str) -> None:
+        """Out of the run: what it has been asked for ends there, and nothing new begins. Raises SyncError for one that is not
+        there, and for the last."""
+        states = {server.name: server.state for server in self._fleet.view().servers}
+        if name not in states:
+            raise SyncError(f"there is no server {name}: the run has {', '.join(sorted(states))}")
+        if not [other for other, state in states.items() if other != name and state not in ("RETIRED", "DEAD")]:
+            raise SyncError(f"{name} is the run's last server, without which nothing can be generated: add another one first")
+        self._fleet.retire(name)
+        line = self._lines.pop(name, None)
+        self._notify()
+        if line is not None:
+            await self._drop(line)
 
     def restarting_server(self, name: str, reason: str) -> None:
         """Its owner starts it again."""
-        self._fleet.restarts(name, reason)
-        self._cancel(self._lines[name])
-        self._notify()
+        if name in self._lines:
+            self._fleet.restarts(name, reason)
+            self._cancel(self._lines[name])
+            self._notify()
 
     def give_up_server(self, name: str, reason: str) -> None:
         """Its owner does not start it again. Without any server the run is over."""
@@ -276,7 +309,8 @@ class ParameterSyncService:
                 f"no inference server is left and none comes back, so nothing can be generated any more ({told})"
             )
             self._stopping.set()
-        self._cancel(self._lines[name])
+        if name in self._lines:
+            self._cancel(self._lines[name])
         self._notify()
 
     # Loops, one of each a server

@@ -11,6 +11,7 @@ is, or where the next one will be.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Any
 from asyncrl.checkpoint import Checkpoints
 from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
-from asyncrl.errors import RunError, StartTimeout, TransportError
+from asyncrl.errors import RemoteError, RunError, StartTimeout, TransportError, UserError
 from asyncrl.services.supervisor.hearing import Hearing
 from asyncrl.services.supervisor.restarts import GiveUp, RestartPlan, RestartPolicy
 from asyncrl.services.supervisor.runtime import STOP_ORDER, Life, Resume, Row, RowFailed, Runtime, rows_of
@@ -54,6 +55,8 @@ class Lives:
         self.rows = rows_of(config)
         self.book: dict[str, dict[str, str]] = {}
         self.summaries: dict[str, Mapping[str, Any]] = {}
+        self._added: dict[str, dict[str, str]] = {}  # servers that joined the run: their addresses
+        self._removed: set[str] = set()
         self.incarnation = resume.incarnation if resume is not None else 1
         self.restarts = 0
         self.policy = RestartPolicy(config, self.rows)
@@ -104,7 +107,8 @@ class Lives:
             self._say(f"{len(self.rows) - len(pending)}/{len(self.rows)} services up")
 
     def _run(self, rows: Collection[Row]) -> None:
-        book = {**self.book, "supervisor": self._supervisor}
+        book = {**self.book, **self._added, "supervisor": self._supervisor}
+        book = {name: addresses for name, addresses in book.items() if name not in self._removed}
         for row in rows:
             self._runs[asyncio.ensure_future(self._runtime.run(row, book))] = row
 
@@ -299,6 +303,49 @@ class Lives:
             else:
                 failures.append(failure if isinstance(failure, RowFailed) else RowFailed(row, repr(failure), lost=False))
         return failures
+
+    # ---- servers that join and leave ---------------------------------------------------------------------------
+
+    async def add_server(self, url: str, receiver: str | None) -> str:
+        """A running SGLang server takes part from now on, and once it has confirmed the current version; its name. Nobody here
+        starts it again when it dies. Raises UserError."""
+        from asyncrl.engines.sglang.process import check_version, server_info
+        from asyncrl.transport import security
+
+        self._refuse_where_servers_are_our_own()
+        if receiver is None and (self._config.sync.mode == "staged" or self._config.sync.verify):
+            raise UserError(
+                f"sync.mode is {self._config.sync.mode}{' with sync.verify' if self._config.sync.verify else ''}, which needs "
+                "asyncrl's receiver in the server: start it with ASYNCRL_RECEIVER=tcp://HOST:PORT and give that address as "
+                "--receiver"
+            )
+        if url in [addresses.get("http") for addresses in (*self.book.values(), *self._added.values())]:
+            raise UserError(f"the run has the server at {url} already: asyncrl servers list")
+        check_version(str((await server_info(url, security.door().token)).get("version")), where=url)
+        taken = {*self.book, *self._added}
+        name = next(f"inference/{index}" for index in itertools.count() if f"inference/{index}" not in taken)
+        self._added[name] = {"http": url, **({"weights": receiver} if receiver is not None else {})}
+        await self._ask_parameter_sync("add_server", name=name, http=url, weights=receiver or "")
+        return name
+
+    async def remove_server(self, name: str) -> None:
+        """No request begins there from now on. Raises UserError."""
+        self._refuse_where_servers_are_our_own()
+        await self._ask_parameter_sync("retire_server", name=name)
+        self._removed.add(name)
+
+    def _refuse_where_servers_are_our_own(self) -> None:
+        if self._config.inference.engine != "sglang":
+            raise UserError(
+                "inference.engine is embedded, whose servers are part of the run: set inference.servers and launch it again, or "
+                "use inference.engine sglang"
+            )
+
+    async def _ask_parameter_sync(self, method: str, **params: Any) -> None:
+        try:
+            await self.client("parameter_sync").call(method, timeout=self._config.sync.timeout_seconds, **params)
+        except RemoteError as error:
+            raise UserError(error.text) from error
 
     # ---- asking ------------------------------------------------------------------------------------------------
 

@@ -115,14 +115,17 @@ def rows_of(config: Config) -> list[Row]:
 
 
 def with_the_fleets_word(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of `status`. A server says of itself that it serves; that it takes no traffic (stale, dead) ParameterSync knows."""
+    """Rows of `status`. A server says of itself that it serves; that it takes no traffic (stale, dead, retired) ParameterSync
+    knows, and which servers joined the run, without a process of the run's own."""
     fleet = next((row for row in rows if row["name"] == "parameter_sync"), {})
     states, reasons = fleet.get("servers") or {}, fleet.get("reasons") or {}
     said = []
     for row in rows:
         state = states.get(row["name"])
-        if state in ("STALE", "DEAD") and row["state"] == "serving":
+        if state in ("STALE", "DEAD", "RETIRED") and row["state"] == "serving":
             said.append({**row, "state": state.lower(), "reason": reasons.get(row["name"], "")})
         else:
             said.append(dict(row))
-    return said
+    known = {row["name"] for row in rows}
+    joined = ((name, state) for name, state in states.items() if name not in known)
+    return said + [{"name": name, "pid": None, "host": None, "state": state.lower(), "version": None} for name, state in joined]

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 
 EXIT_CODES: Mapping[Status, int] = {"finished": 0, "failed": 1, "interrupted": 130}
+SERVERS_SECONDS = 5.0
 EXIT_USER = 2  # a failed run that the user's mistake ended
 
 
@@ -86,6 +87,9 @@ class Supervisor:
                 "track": self.track,
                 "evaluations": self.evaluations,
                 "book": lambda: self._lives.book,
+                "servers": self.servers,
+                "add_server": self.add_server,
+                "remove_server": self.remove_server,
             }
         )
 
@@ -277,6 +281,19 @@ class Supervisor:
     def evaluations(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of that metric of every evaluation that this launch of the run has seen."""
         return [(step, metrics[name]) for step, metrics in self._evaluations.items() if name in metrics]
+
+    async def servers(self) -> list[dict[str, Any]]:
+        """The inference servers, as ParameterSync knows them."""
+        found: list[dict[str, Any]] = await self._lives.client("parameter_sync").call("servers", timeout=SERVERS_SECONDS)
+        return found
+
+    async def add_server(self, url: str, receiver: str | None) -> str:
+        """Have a running SGLang server take part; its name. Raises UserError for one that does not fit this run."""
+        return await self._lives.add_server(url, receiver)
+
+    async def remove_server(self, name: str) -> None:
+        """Take a server out of the run. Raises UserError for one that is not there, and for the last."""
+        await self._lives.remove_server(name)
 
     async def status(self) -> dict[str, Any]:
         """The run's state, one row per process, and the newest figures."""
