@@ -44,7 +44,7 @@ def checked(file: Path, overrides: Sequence[str]) -> tuple[Config, Facts]:
     from asyncrl.pipeline.preflight import preflight
 
     loaded = load_config(file, overrides)
-    return loaded.config, preflight(loaded)
+    return loaded.config, preflight(loaded, starts=False)
 
 
 def explanation_text(explanation: Explanation) -> str:

@@ -35,6 +35,7 @@ from asyncrl.transport.hosts import is_loopback
 from asyncrl.transport.keys import FOLDER as KEYS_FOLDER
 
 log = logging.getLogger(__name__)
+COMPUTE = ("trainer", "inference")
 
 REACH_SECONDS = 5.0
 OPEN_SECONDS = 60.0  # Ray's own start takes 4 s, or 30 on a machine that is busy
@@ -137,10 +138,18 @@ class RayRuntime:
         self._actors[row.name].load.remote()
 
     def _gpus_of(self, row: Row) -> int:
-        """One GPU for each trainer rank and each inference server where there are enough, else none."""
-        wanted = [r for r in rows_of(self._config) if r.role in ("trainer", "inference")]
-        enough = ray.cluster_resources().get("GPU", 0) >= len(wanted)
-        return 1 if enough and row in wanted else 0
+        """One GPU for each trainer rank, and inference.tensor_parallel for each server, where there are enough, else none. With
+        sync.mode broadcast ParameterSync has one too, if one is left: then NCCL carries."""
+        inference = self._config.inference
+        wanted = {
+            r.name: 1 if r.role == "trainer" else inference.tensor_parallel for r in rows_of(self._config) if r.role in COMPUTE
+        }
+        if inference.attach:
+            wanted = {name: number for name, number in wanted.items() if not name.startswith("inference/")}
+        there = ray.cluster_resources().get("GPU", 0)
+        if self._config.sync.mode == "broadcast" and there > sum(wanted.values()):
+            wanted["parameter_sync"] = 1
+        return wanted.get(row.name, 0) if there >= sum(wanted.values()) else 0
 
     async def start(self, row: Row) -> dict[str, str]:
         pid, host = await self._call(row, "identify")

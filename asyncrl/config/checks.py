@@ -31,7 +31,7 @@ def check_config(config: Config, facts: Facts) -> list[Problem]:
 
 def advice(config: Config, facts: Facts) -> list[str]:
     """Sentences about what is allowed and may surprise."""
-    said = []
+    said = list(facts.unknown)
     training, rollout = config.training, config.rollout
     left = training.steps % training.publish_every
     if left:
@@ -51,7 +51,7 @@ def advice(config: Config, facts: Facts) -> list[str]:
     if rollout.max_concurrent < rollout.group_size:
         said.append(f"rollout.max_concurrent is {rollout.max_concurrent}, less than one group of {rollout.group_size}")
     said += checks_effect.parameters_without_effect(config)
-    processes = training.ranks + config.inference.servers
+    processes = training.ranks + config.inference.servers * config.inference.tensor_parallel
     if 0 < facts.gpus < processes:
         said.append(
             f"{processes} processes compute (ranks and servers) and there are {facts.gpus} GPUs: all of them run on the CPU"

@@ -13,6 +13,7 @@ MB = 1_000_000
 PLAIN_PROCESS = 120 * MB
 """A process of Python, Ray's worker and the messages' libraries, without torch."""
 TORCH_PROCESS = 420 * MB
+SGLANG_PROCESSES = 1900 * MB
 RAY_ITSELF = 450 * MB
 ACTIVATIONS_PER_LAYER = 16
 """Values kept for the backward pass, per token and layer, in units of the hidden size."""
@@ -97,8 +98,11 @@ def _sizes(config: Config, facts: Facts) -> dict[str, int | None]:
 
 def _processes(config: Config, facts: Facts) -> list[PlannedProcess]:
     """In the order of `asyncrl status`. Each rank and each server has a GPU of its own, or none has one."""
-    ranks, servers = config.training.ranks, config.inference.servers
-    devices = [f"cuda:{index}" if facts.gpus >= ranks + servers else "cpu" for index in range(ranks + servers)]
+    ranks, servers, shared = config.training.ranks, config.inference.servers, config.inference.tensor_parallel
+    has_gpus = facts.gpus >= ranks + servers * shared
+    devices = [f"cuda:{rank}" if has_gpus else "cpu" for rank in range(ranks)]
+    for first in range(ranks, ranks + servers * shared, shared):
+        devices.append((f"cuda:{first}" if shared == 1 else f"cuda:{first}–{first + shared - 1}") if has_gpus else "cpu")
 
     def process(name: str, work: str, memory: int | None, device: str = "cpu", ports: str = "one") -> PlannedProcess:
         return PlannedProcess(name, work, device, f"{ports}, chosen when it starts", memory)
@@ -112,8 +116,19 @@ def _processes(config: Config, facts: Facts) -> list[PlannedProcess]:
         process("reward", "hands out responses, assembles scored groups", PLAIN_PROCESS),
         *(process(f"reward/{i}", "runs reward functions", 2 * PLAIN_PROCESS) for i in range(config.reward.workers)),
         *(process(f"trainer/{i}", "trains", trainer_memory, devices[i], ports="two") for i in range(ranks)),
-        *(process(f"inference/{i}", "generates", server_memory, devices[ranks + i], ports="three") for i in range(servers)),
+        *(
+            process(f"inference/{i}", _serves(config, i), server_memory, devices[ranks + i], ports="three")
+            for i in range(servers)
+        ),
     ]
+
+
+def _serves(config: Config, index: int) -> str:
+    if config.inference.engine == "embedded":
+        return "generates"
+    if config.inference.attach:
+        return f"watches the SGLang server at {config.inference.attach[index].url}"
+    return "an SGLang server"
 
 
 def _context(config: Config) -> int:
@@ -150,7 +165,8 @@ def _server(config: Config, facts: Facts) -> int | None:
         return None
     cache = 2 * config.inference.max_batch * _context(config) * _width(config)
     cache *= (model.layers or 1) * (model.kv_heads or 1) * (model.head_dim or 64)
-    return TORCH_PROCESS + 2 * model.parameters * _width(config) + cache
+    itself = TORCH_PROCESS if config.inference.engine == "embedded" else SGLANG_PROCESSES
+    return PLAIN_PROCESS if config.inference.attach else itself + 2 * model.parameters * _width(config) + cache
 
 
 def _width(config: Config) -> int:

@@ -40,6 +40,10 @@ HUB_REACH_SECONDS = 3.0
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*[A-Za-z0-9]/[A-Za-z0-9][A-Za-z0-9_.-]*[A-Za-z0-9]")
 
 
+class HubUnreachable(UserError):
+    """The name may be right: nobody can be asked."""
+
+
 def read_model(path: str, *, needs_tokenizer: bool = True) -> ModelFacts:
     """The facts of a built-in, a folder or a hub name. Raises UserError, naming what is missing or unreadable and the fix."""
     if path.startswith(BUILTIN_PREFIX):
@@ -178,7 +182,7 @@ def _hub_config(name: str) -> Path:
     try:
         socket.create_connection((place.hostname or "", place.port or 443), timeout=HUB_REACH_SECONDS).close()
     except OSError as error:
-        raise UserError(
+        raise HubUnreachable(
             f"model.path is {name}: no such folder, not in the hub's cache, and the hub cannot be reached: {remedy}"
         ) from error
     try:

@@ -22,7 +22,7 @@ from asyncrl.config.load import LoadedConfig
 from asyncrl.config.paths import NOT_IMPORTABLE
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, Problem, UserError
-from asyncrl.pipeline.model_folder import HUB_NAME, has_chat_template, read_model
+from asyncrl.pipeline.model_folder import HUB_NAME, HubUnreachable, has_chat_template, read_model
 from asyncrl.protocols import Prompt
 
 if TYPE_CHECKING:
@@ -32,22 +32,24 @@ WHOLE_FILE_BYTES = 200_000_000
 """A data file up to this size is read row by row beforehand; of a larger one only the existence is checked."""
 
 
-def preflight(loaded: LoadedConfig, parts: Parts | None = None) -> Facts:
-    """Facts of a pipeline that may start. `parts`: Python objects that stand in place of names.
+def preflight(loaded: LoadedConfig, parts: Parts | None = None, *, starts: bool = True) -> Facts:
+    """Facts of a pipeline that may start. `parts`: Python objects that stand in place of names. starts: it is about to; else what
+    cannot be learned here (a hub model, where the hub cannot be reached) is noted, not refused.
 
     Raises ConfigError with every problem: what the facts show (missing file, unreadable model, unknown reward) and what the
     cross-checks find.
     """
     problems: list[Problem] = []
-    facts = gather(loaded.config, parts, problems)
+    facts = gather(loaded.config, parts, problems, starts=starts)
     problems += check_config(loaded.config, facts)
     if problems:
         raise ConfigError([loaded.places.locate(problem) for problem in problems])
     return facts
 
 
-def gather(config: Config, parts: Parts | None, problems: list[Problem]) -> Facts:
+def gather(config: Config, parts: Parts | None, problems: list[Problem], *, starts: bool) -> Facts:
     """What can be learned; what cannot, though it must, is added to `problems`."""
+    unknown: list[str] = []
     problems += _objects(config, parts)
     async_rewards = _rewards(config, parts, problems)
     problems += _agent(config, parts)
@@ -56,7 +58,7 @@ def gather(config: Config, parts: Parts | None, problems: list[Problem]) -> Fact
     gpus = count_gpus()
     problems += _attention(config, gpus)
     return Facts(
-        model=_model(config, problems),
+        model=_model(config, problems, unknown if not starts else None),
         train=_data("data.train", config, parts.train if parts else None, problems),
         eval=_data("data.eval", config, parts.eval if parts else None, problems),
         cores=len(os.sched_getaffinity(0)),
@@ -64,6 +66,7 @@ def gather(config: Config, parts: Parts | None, problems: list[Problem]) -> Fact
         gpus=gpus,
         addresses=_addresses(config.cluster.bind_address),
         async_rewards=async_rewards,
+        unknown=tuple(unknown),
     )
 
 
@@ -88,7 +91,8 @@ def _memory_bytes() -> int:
     return int(psutil.virtual_memory().total)
 
 
-def _model(config: Config, problems: list[Problem]) -> ModelFacts | None:
+def _model(config: Config, problems: list[Problem], unknown: list[str] | None) -> ModelFacts | None:
+    """unknown: where what nobody can say here is told; None: it is refused."""
     tokenizer = config.model.tokenizer
     if tokenizer is not None and not (Path(tokenizer).is_dir() or HUB_NAME.fullmatch(tokenizer)):
         message = (
@@ -98,6 +102,12 @@ def _model(config: Config, problems: list[Problem]) -> ModelFacts | None:
         problems.append(Problem("model.tokenizer", message))
     try:
         return read_model(config.model.path, needs_tokenizer=tokenizer is None)
+    except HubUnreachable as error:
+        if unknown is None:
+            problems.append(Problem("model.path", str(error)))
+        else:
+            unknown.append(f"{error}; a launch would refuse it here, and what depends on the model's sizes was not checked")
+        return None
     except UserError as error:
         problems.append(Problem("model.path", str(error)))
         return None

@@ -27,7 +27,6 @@ from asyncrl.transport import security
 from asyncrl.transport.ports import free_port
 from asyncrl.weight_sync.channel import Order
 from asyncrl.weight_sync.endpoints import UpdateEndpoints
-from asyncrl.weight_sync.plan import TensorSpec
 from asyncrl.weight_sync.whole import groups
 
 UNDER_WAY = 2
@@ -64,7 +63,7 @@ class BroadcastCarrier:
         self._name = name
 
     async def load(self, order: Order, tensors: dict[str, torch.Tensor]) -> None:
-        parts = groups(order.plan.tensors, order.bucket_bytes)
+        parts = groups(tensors, order.bucket_bytes)
         underway: list[asyncio.Task[None]] = []
         try:
             for number, part in enumerate(parts, 1):
@@ -88,15 +87,15 @@ class BroadcastCarrier:
         self._forget()
         self._thread.shutdown(wait=False)
 
-    async def _send(self, part: list[TensorSpec], tensors: dict[str, torch.Tensor], version: str | None) -> None:
+    async def _send(self, part: list[str], tensors: dict[str, torch.Tensor], version: str | None) -> None:
         told = self._endpoints.receive(
-            [spec.name for spec in part],
-            [spec.dtype for spec in part],
-            [list(spec.shape) for spec in part],
+            part,
+            [str(tensors[name].dtype).removeprefix("torch.") for name in part],
+            [list(tensors[name].shape) for name in part],
             group=self._name,
             version=version,
         )
-        flat = torch.cat([tensors[spec.name].flatten().view(torch.uint8) for spec in part])
+        flat = torch.cat([tensors[name].flatten().view(torch.uint8) for name in part])
         await asyncio.gather(told, self._in_thread(self._broadcast, flat))
 
     def _broadcast(self, flat: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from asyncrl.protocols.weights import PolicyVersion
 from asyncrl.weight_sync.channel import NOBODY, RESENDS, Order, Outcome, Progress, ReceiverChannel
 from asyncrl.weight_sync.endpoints import PAUSE_MODES, UpdateEndpoints
 from asyncrl.weight_sync.slots import SlotMaps
-from asyncrl.weight_sync.whole import whole_tensors
+from asyncrl.weight_sync.whole import checkpoint_names, whole_tensors
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ class HttpChannel:
         self.when_lost: Callable[[], None] = lambda: None
         self._endpoints, self._carrier, self._checks = endpoints, carrier, checks
         self._thread = ThreadPoolExecutor(1, "whole-tensors")
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}  # by the trainer's names
+        self._named: dict[str, torch.Tensor] = {}  # the same by those of a checkpoint
         self._maps = SlotMaps()
         self._session = secrets.token_hex(8)
         self._told: str | None = None  # the version that this server was brought last
@@ -74,7 +75,8 @@ class HttpChannel:
         try:
             async with asyncio.timeout(order.timeout_seconds):
                 await self._assemble(order, outcome, progress)
-                await self._carrier.prepare(order, self._tensors)
+                self._named = checkpoint_names(self._tensors)
+                await self._carrier.prepare(order, self._named)
             progress.transferred()
             outcome.transfer_seconds = time.monotonic() - began
             await self._swap(order, outcome)
@@ -120,7 +122,7 @@ class HttpChannel:
         began = time.monotonic()
         try:
             await endpoints.begin()
-            await self._carrier.load(order, self._tensors)
+            await self._carrier.load(order, self._named)
             await endpoints.end()
             await endpoints.go_on()
         except BaseException:
@@ -181,7 +183,11 @@ class DiskCarrier:
         for file in self._model_folder.glob("*.json"):
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, aside)
-        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            aside / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         shutil.rmtree(path, ignore_errors=True)
         aside.rename(path)
         for older in self._folder.glob("version_*"):

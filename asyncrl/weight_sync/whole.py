@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from asyncrl.weight_sync.channel import Order
-from asyncrl.weight_sync.plan import TensorSpec
 from asyncrl.weight_sync.slots import SlotMaps
 from asyncrl.weight_sync.staging import Pace, Staging
 
@@ -33,21 +32,36 @@ def whole_tensors(order: Order, maps: SlotMaps, into: dict[str, torch.Tensor]) -
     return wrong
 
 
-def groups(tensors: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Tensors in their order, in groups of at most `max_bytes`, or of one; each of one dtype, so that none lies askew in a
+def checkpoint_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors by the names that a saved checkpoint has, which is what servers load: transformers keeps the experts of a
+    layer in one parameter, gate_up_proj[E, 2I, H] and down_proj[E, H, I], and saves each expert by itself. Views, no copies.
+    """
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, part = name.rpartition(".experts.")
+        if not layer or part not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
+            named[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            prefix = f"{layer}.experts.{number}"
+            if part == "down_proj":
+                named[f"{prefix}.down_proj.weight"] = expert
+            else:
+                gate, up = expert.chunk(2)
+                named |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+    return named
+
+
+def groups(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> list[list[str]]:
+    """Names in their order, in groups of at most `max_bytes`, or of one; each of one dtype, so that none lies askew in a
     flattened bucket."""
-    packed: list[list[TensorSpec]] = []
+    packed: list[list[str]] = []
     size = 0
-    for tensor in tensors:
-        num_bytes = _num_bytes(tensor)
-        if packed and packed[-1][0].dtype == tensor.dtype and size + num_bytes <= max_bytes:
-            packed[-1].append(tensor)
-            size += num_bytes
+    for name, tensor in tensors.items():
+        if packed and tensors[packed[-1][0]].dtype == tensor.dtype and size + tensor.nbytes <= max_bytes:
+            packed[-1].append(name)
+            size += tensor.nbytes
         else:
-            packed.append([tensor])
-            size = num_bytes
+            packed.append([name])
+            size = tensor.nbytes
     return packed
-
-
-def _num_bytes(tensor: TensorSpec) -> int:
-    return int(np.prod(tensor.shape, dtype=np.int64)) * tensor.item_bytes
