@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every check and test, the same that CI runs: lint, format, types, rooms, tests. Ends with the names of the stages that failed.
+# Every check and test, the same that CI runs: lint, format, types, rooms, tests, and those against a real SGLang server, whose
+# environment is made if there is none (ASYNCRL_SKIP_SGLANG=1 leaves them out). Ends with the names of the stages that failed.
 # The long runs carry markers and are run by hand: pytest -m long.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment "dev"
@@ -18,6 +19,10 @@ stage format ruff format --check
 stage types mypy
 stage rooms lint-imports
 stage tests pytest -m "not long and not sglang and not gpu" "$@"
+if [ -z "${ASYNCRL_SKIP_SGLANG:-}" ]; then
+  stage sglang-environment bash deploy/sglang-cpu/install.sh
+  stage sglang pytest -m "sglang and not long" "$@"
+fi
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "FAILED: ${failed[*]}"

@@ -122,10 +122,23 @@ def figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         service = key.removeprefix("idle/")
         if key != service and "/" not in service and isinstance(value, int | float):
             shown.append((f"idle share, {service}", f"{value:.0%}"))
+    for name, row in services.items():
+        if name.startswith("inference/") and "kv_use" in row:
+            shown.append((name, server_text(row)))
     waiting = at(services, "rollouter", "waiting_for")
     if waiting:
         shown.append(("rollouter waits for", str(waiting)))
     return shown
+
+
+def server_text(row: Mapping[str, Any]) -> str:
+    """An SGLang server's load, and what its last version took."""
+    parts = [f"{row['running']:g} running, {row['waiting']:g} waiting, {row['kv_use']:.0%} of KV"]
+    if "tokens_per_second" in row:
+        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    if "pause_ms" in row:
+        parts.append(f"pause {row['pause_ms']:.1f} ms, transfer {row['transfer_ms']:.0f} ms")
+    return ", ".join(parts)
 
 
 def _headline(found: Mapping[str, Any]) -> str:

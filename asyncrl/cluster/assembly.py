@@ -143,6 +143,7 @@ def _sglang(spec: RunSpec, row: Row, config: Config) -> Service:
     from asyncrl.engines.sglang.arguments import ServerOptions
     from asyncrl.engines.sglang.process import AttachedServers, OwnServers
     from asyncrl.services.sglang_server import Servers, SglangServer
+    from asyncrl.tracking.remote import RemoteTracker
 
     inference, run_dir = config.inference, Path(spec.run_dir)
     servers: Servers
@@ -167,7 +168,13 @@ def _sglang(spec: RunSpec, row: Row, config: Config) -> Service:
             commit_seconds=config.sync.timeout_seconds,
         )
         servers = OwnServers(options, logs.log_path(run_dir, f"{row.name}/sglang"))
-    return SglangServer(row.name, servers, start_seconds=config.cluster.start_timeout_seconds, clock=CLOCK)
+    return SglangServer(
+        row.name,
+        servers,
+        lambda book: RemoteTracker(book["supervisor"]["rpc"]),
+        start_seconds=config.cluster.start_timeout_seconds,
+        clock=CLOCK,
+    )
 
 
 def _room(config: Config) -> int:

@@ -361,7 +361,7 @@ class ClusterConfig(Section):
         None,
         ge=0,
         description="How often a lost process is started again while the run makes no new step; 0 ends the run at once, by its name. "
-        "null is 5 where checkpoint.every or queue.durability keeps something to go on from, else 0.",
+        "null is 5 where checkpoint.every or queue.durability keeps something to go on from, and for SGLang servers, else 0.",
     )
 
 

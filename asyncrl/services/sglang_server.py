@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from asyncrl.clock import Clock
 from asyncrl.engines.sglang.process import Address
 from asyncrl.errors import AsyncrlError
+from asyncrl.protocols import Tracker
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
 from asyncrl.transport.rpc import RpcClient
 
@@ -32,6 +34,7 @@ RESTARTS = 5  # in a row, each before the server has served for SOUND_SECONDS
 SOUND_SECONDS = 60.0
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.5, 15.0
 LOOK_SECONDS, ASK_SECONDS = 1.0, 2.0
+LOOKS_PER_RECORD = 5
 
 
 class ServerProcess(Protocol):
@@ -68,8 +71,11 @@ class Servers(Protocol):
 class SglangServer:
     """Service of row `inference/i`."""
 
-    def __init__(self, name: str, servers: Servers, *, start_seconds: float, clock: Clock):
-        self.name = name
+    def __init__(
+        self, name: str, servers: Servers, make_tracker: Callable[[AddressBook], Tracker], *, start_seconds: float, clock: Clock
+    ):
+        """make_tracker: called in `run`, with everybody's addresses."""
+        self.name, self._make_tracker = name, make_tracker
         self._servers, self._start_seconds, self._clock = servers, start_seconds, clock
         self._rpc = service_rpc(self)
         self._stopping, self._retired = asyncio.Event(), asyncio.Event()
@@ -94,8 +100,8 @@ class SglangServer:
 
     async def run(self, book: AddressBook) -> None:
         """Until `stop`."""
-        sync = RpcClient(book["parameter_sync"]["rpc"])
-        looking = asyncio.create_task(self._look(sync))
+        sync, tracker = RpcClient(book["parameter_sync"]["rpc"]), self._make_tracker(book)
+        looking = asyncio.create_task(self._look(sync, tracker))
         try:
             while not self._stopping.is_set():
                 how = await self._until_it_ends()
@@ -110,6 +116,7 @@ class SglangServer:
             if self._server is not None:
                 await self._server.end()
             await sync.close()
+            await tracker.close()
             await self._rpc.close()
 
     async def stop(self) -> None:
@@ -192,10 +199,13 @@ class SglangServer:
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
-    async def _look(self, sync: RpcClient) -> None:
-        """What the server and ParameterSync say of it, for `status`."""
-        while True:
+    async def _look(self, sync: RpcClient, tracker: Tracker) -> None:
+        """What the server and ParameterSync say of it, for `status`, and now and then for the tracker."""
+        for look in itertools.count(1):
             await asyncio.sleep(LOOK_SECONDS)
+            if look % LOOKS_PER_RECORD == 0 and self._seen:
+                numbers = {name: value for name, value in self._seen.items() if isinstance(value, int | float)}
+                tracker.log(self.name, look, {f"{self.name}/{name}": float(value) for name, value in numbers.items()})
             server = self._server
             if self._state != "serving" or server is None:
                 continue

@@ -22,10 +22,10 @@ SHORT = ("training.steps=6", "eval.every=0", "eval.samples=64", "training.groups
 class Launched:
     """A run under test: its process, its folder, and what it left."""
 
-    def __init__(self, run_dir: Path, *sets: str, short: bool = True):
+    def __init__(self, run_dir: Path, *sets: str, short: bool = True, pipeline: Path = QUICKSTART):
         self.run_dir = run_dir
         overrides = [*(SHORT if short else ()), f"tracking.mlflow.uri=sqlite:///{run_dir.parent}/mlflow.db", *sets]
-        command = [sys.executable, "-m", "asyncrl.cli", "launch", str(QUICKSTART), "--run-dir", str(run_dir)]
+        command = [sys.executable, "-m", "asyncrl.cli", "launch", str(pipeline), "--run-dir", str(run_dir)]
         for override in overrides:
             command += ["--set", override]
         self.output = run_dir.parent / f"{run_dir.name}.out"
@@ -69,7 +69,7 @@ class Launched:
         assert self.process.poll() is None, self.text
 
     def command(self, name: str, *options: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
-        return asyncrl(name, str(self.run_dir), *options, seconds=seconds)
+        return asyncrl(*name.split(), str(self.run_dir), *options, seconds=seconds)
 
     def status(self) -> dict[str, Any]:
         answer = self.command("status", "--json")

@@ -12,6 +12,7 @@ from asyncrl.engines.sglang.process import Address
 from asyncrl.errors import RunError
 from asyncrl.services import sglang_server
 from asyncrl.services.sglang_server import RESTARTS, SglangServer
+from asyncrl.tracking.memory import MemoryTracker
 from asyncrl.transport.rpc import RpcClient, RpcServer
 from tests.waiting import until
 
@@ -86,7 +87,7 @@ class FakeSync:
 
 @asynccontextmanager
 async def running(servers: FakeServers, sync: FakeSync):
-    owner = SglangServer("inference/1", servers, start_seconds=5, clock=SystemClock())
+    owner = SglangServer("inference/1", servers, lambda book: MemoryTracker(), start_seconds=5, clock=SystemClock())
     addresses = await owner.start()
     async with sync.serving() as book:
         run = asyncio.create_task(owner.run(book))
@@ -160,6 +161,8 @@ async def test_a_server_that_was_taken_out_of_the_run_is_ended_once_it_has_nothi
 
 
 async def test_a_server_that_cannot_start_at_all_ends_the_start_with_its_words():
-    owner = SglangServer("inference/1", FakeServers(failing=[1]), start_seconds=5, clock=SystemClock())
+    owner = SglangServer(
+        "inference/1", FakeServers(failing=[1]), lambda book: MemoryTracker(), start_seconds=5, clock=SystemClock()
+    )
     with pytest.raises(RunError, match="no memory"):
         await owner.start()

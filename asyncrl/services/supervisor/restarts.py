@@ -77,7 +77,7 @@ class RestartPolicy:
         return self._plan(lost, _delay(times), unfinished)
 
     def _why_not(self, row: Row) -> str | None:
-        limit, times = max_restarts(self._config), self._losses[row.name]
+        limit, times = self._limit(row), self._losses[row.name]
         if limit == 0:
             return (
                 "it is not started again, because cluster.max_restarts is 0"
@@ -92,6 +92,11 @@ class RestartPolicy:
                 "kills it; free memory, or raise the limit"
             )
         return None
+
+    def _limit(self, row: Row) -> int:
+        """An SGLang server keeps nothing of the run: where nothing else is said it may always be started again."""
+        is_server = row.role == "inference" and self._config.inference.engine == "sglang"
+        return RESTARTS if is_server and self._config.cluster.max_restarts is None else max_restarts(self._config)
 
     def _plan(self, lost: Collection[Row], delay: float, unfinished: RestartPlan | None) -> RestartPlan:
         again = {*lost, *(unfinished.rows if unfinished is not None else ())}

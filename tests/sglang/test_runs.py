@@ -1,0 +1,105 @@
+"""Whole runs on real servers: one learns, and one goes on when a server is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.runs import ROOT, Launched, asyncrl, leftovers, pids_of, until
+from tests.sglang.servers import LAUNCHER, PYTHON
+
+PIPELINE = ROOT / "pipelines" / "quickstart_sglang_cpu.yaml"
+SERVERS = (f"inference.python={PYTHON}", f"inference.launcher={LAUNCHER}")
+SHORT = ("training.steps=40", "eval.every=0", "eval.samples=64", "training.groups_per_step=4", "rollout.max_concurrent=64")
+
+
+def launched(folder: Path, *sets: str) -> Launched:
+    return Launched(folder / "run", *SERVERS, *sets, short=False, pipeline=PIPELINE)
+
+
+def server_processes(owner: int) -> list[psutil.Process]:
+    """Of the server that this process owns."""
+    return [process for process in psutil.Process(owner).children(recursive=True) if "sglang" in " ".join(process.cmdline())]
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_when_one_of_two_servers_is_killed_and_it_comes_back_with_the_current_version(tmp_path):
+    run = launched(tmp_path, *SHORT, "inference.servers=2", "inference.max_batch=32", "training.steps=400")
+    try:
+        run.until_step(10, 200)
+        owner = pids_of(run.status())["inference/1"]
+        for process in server_processes(owner):
+            process.send_signal(signal.SIGKILL)
+        until(lambda: state(run, "inference/1") == "restarting", 20, "its owner starts it again")
+        before = len(run.lines("metrics.jsonl"))
+        until(lambda: len(run.lines("metrics.jsonl")) > before + 5, 60, "steps without it")
+        until(lambda: state(run, "inference/1") == "serving" and version(run, "inference/1") is not None, 120, "it is back")
+        shown = run.command("servers list")
+        assert shown.returncode == 0, shown.stderr
+        assert "inference/1" in shown.stdout
+        assert run.command("stop").returncode == 0
+        assert run.wait(60) == 130, run.text
+    finally:
+        end(run)
+    assert run.summary["samples"]["failed"] == 0, "no trajectory was lost"
+    assert run.summary["sync"]["verified"] is True
+    assert run.summary["staleness"]["max"] <= run.summary["staleness"]["bound"]
+    assert run.command("audit").returncode == 0
+    until(lambda: leftovers(run.run_dir) == [], 10, "a clean end")
+    assert not list(Path("/dev/shm").glob("sglang_loads_*"))
+
+
+def state(run: Launched, name: str) -> str | None:
+    return row(run, name).get("state")
+
+
+def version(run: Launched, name: str) -> int | None:
+    return row(run, name).get("version")
+
+
+def row(run: Launched, name: str) -> dict:
+    return next((each for each in run.status().get("services", []) if each["name"] == name), {})
+
+
+def end(run: Launched) -> None:
+    if run.process.poll() is None:
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(60)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(700)
+def test_the_quickstart_learns_on_a_real_server(tmp_path):
+    run = launched(tmp_path)
+    assert run.wait(600) == 0, run.text
+    summary = run.summary
+    assert summary["eval"]["last"] - summary["eval"]["first"] >= 0.3
+    assert summary["sync"]["verified"] is True
+    assert 1 <= summary["staleness"]["max"] <= summary["staleness"]["bound"]
+    assert run.command("audit").returncode == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_without_any_server_left_the_run_ends_with_a_sentence_that_says_so(tmp_path):
+    """Every life of the only server is killed before it serves again."""
+    run = launched(tmp_path, *SHORT, "training.steps=100000")
+    try:
+        run.until_step(5, 200)
+        owner = pids_of(run.status())["inference/0"]
+        while run.process.poll() is None:
+            for process in server_processes(owner) if psutil.pid_exists(owner) else ():
+                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(1)
+        assert run.process.returncode == 1
+    finally:
+        end(run)
+    assert "no inference server is left and none comes back" in run.summary["error"]
+    assert "no inference server is left" in run.text
+    assert asyncrl("audit", str(run.run_dir)).returncode == 0
