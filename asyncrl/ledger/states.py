@@ -362,19 +362,23 @@ def _reissues(ends: Iterable[End]) -> list[GroupId]:
 
 
 class _IdSet:
-    """A growing set of group ids, 256 neighbouring rows to an integer of bits."""
+    """A growing set of group ids: a bit a row, for each epoch and attempt. Every id that ever ended is in one."""
 
     def __init__(self) -> None:
-        self._bits: dict[tuple[int, int, int], int] = {}
+        self._bits: dict[tuple[int, int], bytearray] = {}
 
     def add(self, id: GroupId) -> None:
         epoch, row, attempt = id
-        key = (epoch, attempt, row >> 8)
-        self._bits[key] = self._bits.get(key, 0) | 1 << (row & 255)
+        bits = self._bits.setdefault((epoch, attempt), bytearray())
+        place = row >> 3
+        if place >= len(bits):
+            bits.extend(bytes(place + 1 - len(bits)))
+        bits[place] |= 1 << (row & 7)
 
     def __contains__(self, id: GroupId) -> bool:
         epoch, row, attempt = id
-        return bool(self._bits.get((epoch, attempt, row >> 8), 0) >> (row & 255) & 1)
+        bits, place = self._bits.get((epoch, attempt), b""), row >> 3
+        return place < len(bits) and bool(bits[place] >> (row & 7) & 1)
 
     def __bool__(self) -> bool:
         return bool(self._bits)

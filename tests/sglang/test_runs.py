@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import signal
 import subprocess
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
+from asyncrl.data.builtin import arithmetic
+from asyncrl.engines.builtin import prepare
 from tests.end_to_end.runs import ROOT, Launched, asyncrl, leftovers, pids_of, until
-from tests.sglang.servers import LAUNCHER, PYTHON
+from tests.sglang.servers import LAUNCHER, PYTHON, serving
 
 PIPELINE = ROOT / "pipelines" / "quickstart_sglang_cpu.yaml"
 SERVERS = (f"inference.python={PYTHON}", f"inference.launcher={LAUNCHER}")
@@ -52,6 +57,54 @@ def test_a_run_goes_on_when_one_of_two_servers_is_killed_and_it_comes_back_with_
     assert run.command("audit").returncode == 0
     until(lambda: leftovers(run.run_dir) == [], 10, "a clean end")
     assert not list(Path("/dev/shm").glob("sglang_loads_*"))
+
+
+@pytest.mark.timeout(300)
+async def test_a_run_attaches_to_a_server_of_somebody_else_and_another_joins_and_leaves_it(tmp_path):
+    """Nothing of either server is touched when the run has ended."""
+    model = prepare("builtin/arithmetic", arithmetic.examples(), seed=0)
+    sizes = {"context_tokens": 64, "max_batch": 32}
+    async with AsyncExitStack() as stack:
+        first, second = await asyncio.gather(
+            *(stack.enter_async_context(serving(model, tmp_path, name=f"server-{name}", **sizes)) for name in ("a", "b"))
+        )
+        attach = f"inference.attach=[{{url: '{first.url}', receiver: '{first.receiver}'}}]"
+        run = Launched(
+            tmp_path / "run", *SHORT, "training.steps=100000", "inference.python=null", "inference.launcher=null",
+            "inference.max_batch=128", attach, short=False, pipeline=PIPELINE,
+        )  # fmt: skip
+        try:
+            await asyncio.to_thread(run.until_step, 5, 100)
+            added = await asyncio.to_thread(
+                asyncrl, "servers", "add", str(run.run_dir), second.url, "--receiver", second.receiver
+            )
+            assert added.returncode == 0, added.stderr
+            assert "inference/1" in added.stdout
+            await asyncio.to_thread(until, lambda: servers(run)["inference/1"] in ("READY", "UPDATING"), 20, "it takes part")
+            twice = await asyncio.to_thread(
+                asyncrl, "servers", "add", str(run.run_dir), second.url, "--receiver", second.receiver
+            )
+            assert (twice.returncode, "has the server at" in twice.stderr) == (2, True)
+            removed = await asyncio.to_thread(asyncrl, "servers", "remove", str(run.run_dir), "inference/0")
+            assert removed.returncode == 0, removed.stderr
+            assert servers(run)["inference/0"] == "RETIRED"
+            last = await asyncio.to_thread(asyncrl, "servers", "remove", str(run.run_dir), "inference/1")
+            assert (last.returncode, "the run's last server" in last.stderr) == (2, True)
+            before = len(run.lines("metrics.jsonl"))
+            await asyncio.to_thread(until, lambda: len(run.lines("metrics.jsonl")) > before + 5, 60, "steps on the other alone")
+            stopped = await asyncio.to_thread(run.command, "stop")
+            assert stopped.returncode == 0
+            assert await asyncio.to_thread(run.wait, 60) == 130, run.text
+        finally:
+            await asyncio.to_thread(end, run)
+        assert run.summary["sync"]["verified"] is True
+        assert (await asyncio.to_thread(run.command, "audit")).returncode == 0
+        for server in (first, second):
+            assert await server.process.load(), "it goes on serving"
+
+
+def servers(run: Launched) -> dict[str, str]:
+    return {server["name"]: server["state"] for server in json.loads(run.command("servers list", "--json").stdout)["servers"]}
 
 
 def state(run: Launched, name: str) -> str | None:

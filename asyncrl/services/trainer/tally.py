@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ class Tally:
     clock: Clock
     staleness_bound: int
     meter: IdleMeter = field(init=False)
-    rewards: list[float] = field(default_factory=list)  # one mean per step that had a reward
+    rewards: array[float] = field(default_factory=lambda: array("d"))  # one mean per step that had a reward
     tokens: int = 0
     trajectories: int = 0
     staleness_sum: int = 0
@@ -84,12 +85,13 @@ class Tally:
 
     def state(self) -> dict[str, Any]:
         """The totals, as plain values, for a later start to go on from."""
-        return {**{name: getattr(self, name) for name in KEPT}, "idle": list(self._idle())}
+        return {**{name: getattr(self, name) for name in KEPT}, "rewards": self.rewards.tolist(), "idle": list(self._idle())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from these totals. `first_step_time` is this start's own: it says how long this start took."""
         for name in KEPT:
             setattr(self, name, state[name])
+        self.rewards = array("d", state["rewards"])
         waited, passed = state["idle"]
         self._earlier = (float(waited), float(passed))
 
