@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 
 from asyncrl.errors import IllegalTransition, LedgerError
 from asyncrl.messages import GroupId
+from asyncrl.messages.id_sets import IdSet
 from asyncrl.protocols.ledger import Dispatch, End, LedgerEvents, LiveGroup, PromptCursor, StepRecord
 
 State = Literal["dispatched", "queued", "trained", "filtered", "failed", "expired", "returned", "restarted"]
@@ -43,7 +44,7 @@ SUCCESSORS: dict[State | None, tuple[State, ...]] = {
     "expired": (),
 }
 TRAINING_OVER = "training is over"
-EVENTS_KEPT = 16_384  # far more than happen between two calls of `watch`; 4 MB once full
+EVENTS_KEPT = 4096  # more than happen between two calls of `watch`; who missed some is told all
 REASONS_KEPT = 100
 REASON_CHARACTERS = 500
 
@@ -86,10 +87,10 @@ class Attempts:
 
     def __init__(self) -> None:
         self._live: dict[GroupId, LiveGroup] = {}  # in order of dispatch
-        self._seen = _IdSet()
-        self._ends: dict[State, _IdSet] = {state: _IdSet() for state in END_STATES}
-        self._asked = _IdSet()  # reissues
-        self._cut = _IdSet()
+        self._seen = IdSet()
+        self._ends: dict[State, IdSet] = {state: IdSet() for state in END_STATES}
+        self._asked = IdSet()  # reissues
+        self._cut = IdSet()
         self._owed: dict[GroupId, None] = {}
         self._last_step: tuple[FinishedStep, dict[GroupId, State]] | None = None
         self._events: deque[End | None] = deque()
@@ -359,26 +360,3 @@ def _next_attempt(id: GroupId) -> GroupId:
 
 def _reissues(ends: Iterable[End]) -> list[GroupId]:
     return [_next_attempt(end.id) for end in ends if end.reissue]
-
-
-class _IdSet:
-    """A growing set of group ids: a bit a row, for each epoch and attempt. Every id that ever ended is in one."""
-
-    def __init__(self) -> None:
-        self._bits: dict[tuple[int, int], bytearray] = {}
-
-    def add(self, id: GroupId) -> None:
-        epoch, row, attempt = id
-        bits = self._bits.setdefault((epoch, attempt), bytearray())
-        place = row >> 3
-        if place >= len(bits):
-            bits.extend(bytes(place + 1 - len(bits)))
-        bits[place] |= 1 << (row & 7)
-
-    def __contains__(self, id: GroupId) -> bool:
-        epoch, row, attempt = id
-        bits, place = self._bits.get((epoch, attempt), b""), row >> 3
-        return place < len(bits) and bool(bits[place] >> (row & 7) & 1)
-
-    def __bool__(self) -> bool:
-        return bool(self._bits)

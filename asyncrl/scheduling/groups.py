@@ -8,7 +8,7 @@ also after its group has closed.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.messages import GroupId, ScoredGroup, Trajectory, TrajectoryId
+from asyncrl.messages.id_sets import RecentIds
 
-CLOSED_REMEMBERED = 16_384
-"""Ids of closed groups kept to know a late copy by: far more than close while a copy can be on its way; 3 MB once full."""
+CLOSED_REMEMBERED = 65_536
+"""Ids of closed groups kept to know a late copy by: far more than close while a copy can be on its way."""
 
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 _of_member = attrgetter(
@@ -77,7 +78,7 @@ class GroupAssembler:
     def __init__(self, min_scored: int):
         self._min_scored = min_scored
         self._open: dict[GroupId, _Open] = {}
-        self._remembered: OrderedDict[GroupId, None] = OrderedDict()
+        self._remembered = RecentIds(CLOSED_REMEMBERED)
         self._closed: list[ScoredGroup | FailedGroup] = []
         self.counts = GroupCounts()
 
@@ -137,7 +138,7 @@ class GroupAssembler:
         for group_id, group in list(self._open.items()):
             reason = f"members missing at the end of the data: {len(group.scores)} of {group.group_size} came"
             del self._open[group_id]
-            self._remember(group_id)
+            self._remembered.add(group_id)
             self.counts.groups_failed += 1
             self._closed.append(_failed_group(group_id, group, reason))
 
@@ -146,18 +147,13 @@ class GroupAssembler:
         if len(group.scores) < group.group_size:
             return
         del self._open[group_id]
-        self._remember(group_id)
+        self._remembered.add(group_id)
         if group.num_scored >= self._min_scored:
             self.counts.groups_scored += 1
             self._closed.append(_scored_group(group_id, group))
         else:
             self.counts.groups_failed += 1
             self._closed.append(_failed_group(group_id, group, _too_few(group)))
-
-    def _remember(self, group_id: GroupId) -> None:
-        self._remembered[group_id] = None
-        if len(self._remembered) > CLOSED_REMEMBERED:
-            self._remembered.popitem(last=False)
 
 
 def _too_few(group: _Open) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl.clock import Clock, IdleMeter
 from asyncrl.errors import RunError, StreamClosed
 from asyncrl.messages import GroupId, ScoredGroup
+from asyncrl.messages.id_sets import RecentIds
 from asyncrl.protocols import End
 from asyncrl.scheduling.selection import Candidate, Leaving, Selector, candidate_of
 from asyncrl.services.trainer.parts import LeaderParts
@@ -19,7 +20,7 @@ from asyncrl.services.trainer.parts import LeaderParts
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5  # longest wait for an arrival before the other ranks get a sign of life and `stop` is looked at
-REMEMBERED = 16_384  # ids of groups that were taken, to drop a second delivery: far more than one can be late by; 3 MB once full
+REMEMBERED = 65_536  # ids of groups that were taken, to drop a second delivery: far more than one can be late by
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Intake:
         self._selector, self._parts, self._clock, self._meter = selector, parts, clock, meter
         self._tick, self._stopping, self._data_timeout_seconds = tick, stopping, data_timeout_seconds
         self._held: dict[GroupId, ScoredGroup] = {}
-        self._seen: OrderedDict[GroupId, None] = OrderedDict()
+        self._seen = RecentIds(REMEMBERED)
         self._left: Counter[str] = Counter()
         self._closed = False
 
@@ -98,9 +99,7 @@ class Intake:
         if group.id in self._seen:
             log.info("group %s came a second time: dropped", group.id)
             return
-        self._seen[group.id] = None
-        if len(self._seen) > REMEMBERED:
-            self._seen.popitem(last=False)
+        self._seen.add(group.id)
         self._held[group.id] = group
         self._selector.add(candidate_of(group))
 
