@@ -25,6 +25,7 @@ from asyncrl.errors import UserError
 from asyncrl.services.service import AddressBook, Service
 from asyncrl.services.supervisor import Life, Row
 from asyncrl.transport import security
+from asyncrl.transport.allocator import few_arenas
 from asyncrl.transport.hosts import is_loopback
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class ServiceHost:
 
     def __init__(self, spec: RunSpec, row: Row, life: Life):
         limit_threads()
+        few_arenas()
         sys.path[:0] = [path for path in spec.import_paths if path not in sys.path]
         logs.log_to_file(Path(spec.run_dir), row.name)
         log.info("%s is process %d on %s", row.name, os.getpid(), socket.gethostname())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import functools
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
@@ -41,3 +43,14 @@ async def _run(work: Sequence[Coroutine[Any, Any, Any]], until: str) -> None:
                 task.result()
     finally:
         await cancel(tasks)
+
+
+class OneThread:
+    """Blocking calls off the event loop, one after the other on one thread. What they allocate and free then lies in one of the C
+    library's arenas; spread over a pool's threads, memory creeps up as each thread's own finds its largest size."""
+
+    def __init__(self, name: str):
+        self._executor = ThreadPoolExecutor(1, name)
+
+    async def __call__(self, function: Callable[..., Any], /, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, functools.partial(function, *args))

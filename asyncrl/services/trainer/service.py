@@ -12,6 +12,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.schema import Config
 from asyncrl.protocols import EngineLauncher, TrainingEngine, WeightPublisher
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
+from asyncrl.services.tasks import OneThread
 from asyncrl.services.trainer.leader import Leader
 from asyncrl.services.trainer.parts import Connect, RunBlocking, TrainerParts
 from asyncrl.services.trainer.ranks import follow
@@ -35,17 +36,19 @@ class TrainerService:
         launcher: EngineLauncher,
         connect: Connect,
         clock: Clock,
-        run_blocking: RunBlocking = asyncio.to_thread,
+        run_blocking: RunBlocking | None = None,
         incarnation: int = 1,
         resume: CheckpointInfo | None = None,
         launched: float | None = None,
         earlier_seconds: float = 0.0,
     ):
         """incarnation: of this start of the trainer; resume: the checkpoint that it goes on from; launched: wall time at which
-        the launch began (None: now), and what those before it took."""
+        the launch began (None: now), and what those before it took. run_blocking: None for a thread of its own."""
         self.name = f"trainer/{rank}"
         self._config, self._run_dir, self._rank = config, run_dir, rank
-        self._launcher, self._connect, self._clock, self._run_blocking = launcher, connect, clock, run_blocking
+        self._launcher, self._connect, self._clock = launcher, connect, clock
+        self._run_blocking: RunBlocking = run_blocking or OneThread("engine")
+        self._run_beside: RunBlocking = run_blocking or asyncio.to_thread  # what a call under way may wait for
         self._incarnation, self._resume = incarnation, resume
         self._began_wall = (clock.wall() if launched is None else launched) - earlier_seconds
         self._stopping = asyncio.Event()
@@ -95,7 +98,7 @@ class TrainerService:
     async def reannounce(self) -> None:
         """A new ParameterSync stands at the old address: tell it what this rank has."""
         if self._publisher is not None:
-            await self._run_blocking(self._publisher.reannounce)
+            await self._run_beside(self._publisher.reannounce)
 
     def status(self) -> dict[str, Any]:
         return self._leader.status() if self._leader and self._state == "running" else {"state": self._state, "version": None}
