@@ -32,8 +32,14 @@ def server_processes(owner: int) -> list[psutil.Process]:
     return [process for process in psutil.Process(owner).children(recursive=True) if "sglang" in " ".join(process.cmdline())]
 
 
+def load_files() -> set[Path]:
+    """What servers on this machine keep in shared memory, those of other tests among them."""
+    return set(Path("/dev/shm").glob("sglang_loads_*"))
+
+
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_when_one_of_two_servers_is_killed_and_it_comes_back_with_the_current_version(tmp_path):
+    of_others = load_files()
     run = launched(tmp_path, *SHORT, "inference.servers=2", "inference.max_batch=32", "training.steps=400")
     try:
         run.until_step(10, 200)
@@ -56,7 +62,7 @@ def test_a_run_goes_on_when_one_of_two_servers_is_killed_and_it_comes_back_with_
     assert run.summary["staleness"]["max"] <= run.summary["staleness"]["bound"]
     assert run.command("audit").returncode == 0
     until(lambda: leftovers(run.run_dir) == [], 10, "a clean end")
-    assert not list(Path("/dev/shm").glob("sglang_loads_*"))
+    assert load_files() <= of_others
 
 
 @pytest.mark.timeout(300)
