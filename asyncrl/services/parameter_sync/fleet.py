@@ -257,9 +257,13 @@ class FleetState:
         return not any(other.is_counted_on for other in self._servers.values())
 
     def retire(self, name: str) -> None:
-        """It is taken out of the run: no traffic, no versions."""
+        """It is taken out of the run: no traffic, and no further version. One that is under way may still be confirmed."""
         server = self._servers[name]
-        server.retired, server.in_traffic, server.transfer = True, False, None
+        server.retired, server.in_traffic = True, False
+
+    def left(self, name: str) -> None:
+        """The line to a retired server is closed: what may still be under way to it holds no slot."""
+        self._servers[name].transfer = None
 
     def may_adopt(self, name: str, version: PolicyVersion) -> bool:
         """Whether a server that says it holds `version` need not be sent anything, if it tells the truth."""
@@ -333,7 +337,7 @@ class FleetState:
         server.transfer, server.confirmed, server.ever_confirmed = None, version, True
         server.heard_at, server.retry_at, server.reason = now, 0.0, ""
         floor = self.confirmed
-        server.in_traffic = server.in_traffic or floor is None or version.version >= floor
+        server.in_traffic = not server.retired and (server.in_traffic or floor is None or version.version >= floor)
 
     def refused(self, transfer: Transfer) -> None:
         """Slices arrived wrong and are sent again: STALE until the server confirms."""

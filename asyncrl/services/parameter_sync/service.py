@@ -42,6 +42,7 @@ from asyncrl.weight_sync.wire import digest_of
 
 log = logging.getLogger(__name__)
 STATUS_SECONDS = 2.0  # a question lost with a server's process is asked again after this
+RETIRE_SECONDS = 5.0  # an update of a server that is taken out has this long to end
 PUBLICATION_SECONDS = 0.25  # who watches hears of a publication with the confirmation that follows it, or after this
 
 
@@ -281,18 +282,21 @@ class ParameterSyncService:
         ]
 
     async def retire_server(self, name: str) -> None:
-        """Out of the run: what it has been asked for ends there, and nothing new begins. Raises SyncError for one that is not
-        there, and for the last."""
+        """Out of the run: what it has been asked for ends there, and nothing new begins. An update under way is let end, so that
+        no version is live there that was not compared. Raises SyncError for one that is not there, and for the last."""
         states = {server.name: server.state for server in self._fleet.view().servers}
         if name not in states:
             raise SyncError(f"there is no server {name}: the run has {', '.join(sorted(states))}")
         if not [other for other, state in states.items() if other != name and state not in ("RETIRED", "DEAD")]:
             raise SyncError(f"{name} is the run's last server, without which nothing can be generated: add another one first")
         self._fleet.retire(name)
-        line = self._lines.pop(name, None)
         self._notify()
-        if line is not None:
+        if (line := self._lines.get(name)) is not None:
+            await self._until(lambda: line.update is None, min(RETIRE_SECONDS, self._settings.timeout_seconds / 2))
+        if self._lines.pop(name, None) is line is not None:
             await self._drop(line)
+            self._fleet.left(name)
+            self._notify()
 
     def restarting_server(self, name: str, reason: str) -> None:
         """Its owner starts it again."""
