@@ -127,10 +127,10 @@ def _end_at_once(run: Run | None) -> None:
     """No summary and no farewell; still no process and no shared memory left behind."""
     import psutil
 
-    from asyncrl.cluster.sweep import kill_with_children, remove_shared_memory
+    from asyncrl.cluster.sweep import Family, remove_shared_memory
 
     try:
-        kill_with_children(psutil.Process().children(), wait_seconds=3.0)
+        Family(psutil.Process().children()).kill(wait_seconds=3.0)
         started = RunFolder.open(run.run_dir).started if run is not None else None
         if started is not None:
             remove_shared_memory(started["run_id"])

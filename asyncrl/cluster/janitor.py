@@ -3,16 +3,15 @@
     launcher ══pipe══▶ janitor     b"done", end of file ─▶ it leaves
                                    end of file alone    ─▶ kill what bears the run's mark, remove its files, leave
 
-Run as a script of its own with nothing but the standard library, so that it is there in 20 ms and holds few megabytes. Every
-process of a run inherits the mark, an environment variable. Ray's agents write their title over theirs; they are known by their
-log files, which are open in the run's own folder of Ray.
+It runs with nothing but the standard library, so that it is there in 30 ms and holds few megabytes. Every process of a run
+inherits the run's mark (asyncrl/processes.py). Ray's agents write their title over theirs; they are known by their log files,
+which are open in the run's own folder of Ray.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,11 +19,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from asyncrl import processes
+
 MARK = "ASYNCRL_RUN_ID"
 OWN_END_SECONDS = 3.0  # what Ray's processes get to notice the launcher's death by themselves
-KILL_SECONDS = 10.0
 LEAVE_SECONDS = 5.0
 DONE = b"done"
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from asyncrl.cluster.janitor import main; main(*sys.argv[2:])"
 
 
 class Janitor:
@@ -32,7 +33,7 @@ class Janitor:
 
     def __init__(self, run_id: str, *, files: str, folders: Sequence[str] = ()):
         """files: a path in shared memory, with which the paths of the run's files there begin; folders: the run's alone."""
-        command = [sys.executable, "-I", "-S", __file__, run_id, files, *folders]
+        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[2]), run_id, files, *folders]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/", start_new_session=True
         )
@@ -51,38 +52,21 @@ class Janitor:
 
 def marked_processes(run_id: str, folders: Sequence[str] = ()) -> list[int]:
     """Ids of the processes on this host, zombies and this one aside, that bear the run's mark, or are Ray's and have a file open
-    under one of the run's `folders`. Those that may not be looked at are none of them."""
-    mark = f"{MARK}={run_id}".encode()
+    under one of the run's `folders`."""
+    found = processes.marked(MARK, run_id)
+    if not folders:
+        return found
     under = tuple(f"{folder}/" for folder in folders)
-    return [
-        pid
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-        if pid != os.getpid() and (mark in _read(pid, "environ").split(b"\0") or (under and _is_rays(pid) and _holds(pid, under)))
-    ]
+    return [*found, *(pid for pid in processes.all_processes() if pid not in found and _is_rays(pid) and _holds(pid, under))]
 
 
-def kill_marked(run_id: str, folders: Sequence[str] = (), seconds: float = KILL_SECONDS) -> int:
+def kill_marked(run_id: str, folders: Sequence[str] = ()) -> int:
     """SIGKILL them, and those that they start meanwhile, until none is left. Returns how many there were."""
-    killed: set[int] = set()
-    deadline = time.monotonic() + seconds
-    while (left := marked_processes(run_id, folders)) and time.monotonic() < deadline:
-        for pid in left:
-            killed.add(pid)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    return len(killed)
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:  # gone, or somebody else's
-        return b""
+    return processes.kill(lambda: marked_processes(run_id, folders))
 
 
 def _is_rays(pid: int) -> bool:
-    return _read(pid, "comm").startswith((b"ray", b"gcs_server"))
+    return processes.read(pid, "comm").startswith((b"ray", b"gcs_server"))
 
 
 def _holds(pid: int, under: tuple[str, ...]) -> bool:
@@ -94,7 +78,8 @@ def _holds(pid: int, under: tuple[str, ...]) -> bool:
         return False
 
 
-def _main(run_id: str, files: str, *folders: str) -> None:
+def main(run_id: str, files: str, *folders: str) -> None:
+    """The janitor's life."""
     if os.fork():
         os._exit(0)
     if sys.stdin.buffer.read() == DONE:
@@ -107,7 +92,3 @@ def _main(run_id: str, files: str, *folders: str) -> None:
         path.unlink(missing_ok=True)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

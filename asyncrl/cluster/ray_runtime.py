@@ -53,7 +53,8 @@ class RayRuntime:
         self._actors: dict[str, Any] = {}
         self._processes: dict[str, psutil.Process] = {}  # those of this host
         self._placed = 0
-        self._temp_dir: str | None = None
+        self._temp_dir: str | None = None  # Ray's
+        self._scratch: str | None = None  # everybody's temporary files: SGLang leaves some
         self._environment = {**WORKER_ENVIRONMENT, MARK: spec.run_id}
         self._janitor: Janitor | None = None
         self._opening: asyncio.Future[None] | None = None
@@ -78,7 +79,9 @@ class RayRuntime:
             self._join(address)
             return
         self._temp_dir = tempfile.mkdtemp(prefix="asyncrl-ray-", dir="/tmp")  # short: unix sockets below it have 107 characters
-        self._janitor = self._hire_janitor(self._temp_dir)
+        self._scratch = tempfile.mkdtemp(prefix="asyncrl-")
+        self._environment |= _with_temporary_files_in(self._scratch)
+        self._janitor = self._hire_janitor(self._temp_dir, self._scratch)
         inherited = {name: os.environ.get(name) for name in self._environment}
         os.environ.update(self._environment)
         try:
@@ -188,15 +191,12 @@ class RayRuntime:
             raise RowFailed(row, value, lost=False, mistake=outcome == "refused")
         return value
 
-    def kill(self, row: Row) -> None:
+    async def end(self, row: Row) -> None:
+        process = self._processes.pop(row.name, None)
+        family = await asyncio.to_thread(sweep.Family, [process] if process is not None else [])
         if row.name in self._actors:
             ray.kill(self._actors[row.name], no_restart=True)
-
-    async def end(self, row: Row) -> None:
-        self.kill(row)
-        process = self._processes.pop(row.name, None)
-        if process is not None:
-            await asyncio.to_thread(sweep.kill_with_children, [process])
+        await asyncio.to_thread(family.kill)
 
     async def close(self) -> None:
         """A stop may come while Ray is still starting; shutting it down meanwhile aborts this process, so that is waited for."""
@@ -209,6 +209,7 @@ class RayRuntime:
     def _close(self) -> None:
         if self._maker is not None:
             self._maker.close()
+        family = sweep.Family(self._processes.values())
         if ray.is_initialized():
             leaving = threading.Thread(target=self._leave_ray, name="leave-ray", daemon=True)
             leaving.start()
@@ -217,12 +218,12 @@ class RayRuntime:
                 log.warning("Ray did not end within %.0f s: its processes are killed", LEAVE_SECONDS)
                 self._kill_marked()
                 leaving.join(LEAVE_SECONDS)
-        sweep.kill_with_children(self._processes.values())
+        family.kill()
         self._kill_marked()
         for name in sweep.remove_shared_memory(self._spec.run_id):
             log.info("removed shared memory %s", name)
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        for folder in filter(None, (self._temp_dir, self._scratch)):
+            shutil.rmtree(folder, ignore_errors=True)
         if self._janitor is not None:
             self._janitor.dismiss()
 
@@ -234,6 +235,12 @@ class RayRuntime:
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         ray.shutdown()
+
+
+def _with_temporary_files_in(folder: str) -> dict[str, str]:
+    """Environment variables. What torch compiled stays where it is found again by the next run."""
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")))
+    return {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def _keep_ray_off_the_terminal() -> None:

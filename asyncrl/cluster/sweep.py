@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
 
+from asyncrl import processes
 from asyncrl.weight_sync.slots import SHARED_MEMORY, run_prefix
 
 log = logging.getLogger(__name__)
@@ -26,20 +28,24 @@ def remove_shared_memory(run_id: str) -> list[str]:
     return removed
 
 
-def kill_with_children(processes: Iterable[psutil.Process], wait_seconds: float = 5.0) -> None:
-    """SIGKILL these processes and everything below them, and wait until they are gone. A process id that was given to somebody
-    else meanwhile is left alone (psutil compares start times)."""
-    doomed: list[psutil.Process] = []
-    for process in processes:
-        try:
-            doomed += [*process.children(recursive=True), process]
-        except psutil.NoSuchProcess:
-            continue
-    for process in doomed:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    _, alive = psutil.wait_procs(doomed, timeout=wait_seconds)
-    for process in alive:
-        log.warning("process %d is still there %.0f s after SIGKILL", process.pid, wait_seconds)
+class Family:
+    """Processes with everything below them, and what they have in shared memory, as they are now. A process id that is given to
+    somebody else later is left alone (psutil compares start times)."""
+
+    def __init__(self, parents: Iterable[psutil.Process]):
+        self._members: list[psutil.Process] = []
+        for parent in parents:
+            with suppress(psutil.NoSuchProcess):
+                self._members += [*parent.children(recursive=True), parent]
+        self._files = processes.shared_files([member.pid for member in self._members])
+
+    def kill(self, wait_seconds: float = 5.0) -> None:
+        """SIGKILL them, wait until they are gone, and remove what they left in shared memory."""
+        for member in self._members:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        _, alive = psutil.wait_procs(self._members, timeout=wait_seconds)
+        for member in alive:
+            log.warning("process %d is still there %.0f s after SIGKILL", member.pid, wait_seconds)
+        for path in self._files:
+            path.unlink(missing_ok=True)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ Tokens = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
 MALFORMED = (KeyError, TypeError, IndexError, ValueError, OverflowError, AttributeError)  # of JSON that is not as agreed
 _NONE = np.zeros(0, np.int32)
+_LIFE, _NUMBERS = secrets.token_hex(4), itertools.count(1)  # no other process, and no other request of this one, has both
 UNTRAINED = PolicyVersion(0, 0)  # what a server holds that was never updated
 
 
@@ -42,22 +45,18 @@ class _Stretch(NamedTuple):
 class Response:
     """One member's response as far as it is there."""
 
-    __slots__ = ("_chunks", "_floor", "_in_hand", "_length", "_spans", "losses", "member", "turn")
+    __slots__ = ("_chunks", "_floor", "_in_hand", "_length", "_spans", "losses", "member", "rid", "turn")
 
     def __init__(self, member: MemberRequest):
         self.member = member
         self.turn = 0  # servers that were asked and lost
+        self.rid = member.rid  # as the server that is asked knows it
         self.losses = 0  # of those, the last ones that sent no token
         self._in_hand: list[_Stretch] = []
         self._chunks: list[tuple[Tokens, LogProbs]] = []  # of the server being asked
         self._length = 0  # tokens in them
         self._spans: list[Mapping[str, Any]] = []
         self._floor = UNTRAINED
-
-    @property
-    def rid(self) -> str:
-        """The request id, another one at each server: an abort meant for the one before ends nothing here."""
-        return self.member.rid if not self.turn else f"{self.member.rid}~{self.turn}"
 
     @property
     def num_in_hand(self) -> int:
@@ -68,7 +67,11 @@ class Response:
         return [token for stretch in self._in_hand for token in stretch.token_ids.tolist()]
 
     def ask(self, holds: PolicyVersion) -> None:
-        """A server is about to be asked. holds: the version that it is known to have, so that no token of it is older."""
+        """A server is about to be asked. holds: the version that it is known to have, so that no token of it is older.
+
+        The request gets an id that no other has, nor begins with: SGLang ends every request whose id begins as the one to end
+        does, and two seconds after a call is over it ends once more what the call asked for."""
+        self.rid = f"{self.member.rid}~{_LIFE}.{next(_NUMBERS)};"
         self._chunks, self._length, self._spans, self._floor = [], 0, [], holds
 
     def add(self, event: Mapping[str, Any]) -> None:

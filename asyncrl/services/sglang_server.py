@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from asyncrl.clock import Clock
@@ -27,6 +27,7 @@ from asyncrl.engines.sglang.process import Address
 from asyncrl.errors import AsyncrlError
 from asyncrl.protocols import Tracker
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
+from asyncrl.services.tasks import cancel
 from asyncrl.transport.rpc import RpcClient
 
 log = logging.getLogger(__name__)
@@ -158,10 +159,12 @@ class SglangServer:
             self._server = self._servers.make(self._address)
             self._restarts += 1
             try:
-                await self._server.start(self._start_seconds)
+                is_wanted = await self._unless_it_is_to_stop(self._server.start(self._start_seconds))
             except AsyncrlError as error:
                 how = str(error)
                 continue
+            if not is_wanted:
+                return True
             self._state, self._reason = "serving", ""
             served_since = self._clock.now()
             ended = await self._until_it_ends_within(SOUND_SECONDS)
@@ -170,6 +173,18 @@ class SglangServer:
             how = f"{ended}\n({self._clock.now() - served_since:.0f} s after it was started again)"
         self._reason = how
         return False
+
+    async def _unless_it_is_to_stop(self, start: Coroutine[Any, Any, None]) -> bool:
+        """Whether the start came to its end before somebody wanted the row to."""
+        starting = asyncio.ensure_future(start)
+        stop = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+            return starting.done()
+        finally:
+            await cancel([starting, stop])
 
     async def _until_it_ends_within(self, seconds: float) -> str | None:
         try:

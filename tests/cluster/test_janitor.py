@@ -114,6 +114,6 @@ def janitors(run_id: str) -> list[int]:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if run_id.encode() in words and any(word.endswith(b"janitor.py") for word in words):
+            if run_id.encode() in words and any(b"asyncrl.cluster.janitor" in word for word in words):
                 found.append(int(folder.name))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -89,11 +90,23 @@ def test_tokens_in_hand_go_when_a_newer_start_of_the_trainer_is_seen():
     assert response.num_in_hand == 0
 
 
+def test_no_id_that_a_server_is_asked_by_begins_another_however_often_a_response_is_asked_for():
+    """SGLang ends every request whose id begins as the given one does, siblings and later tries of it among them."""
+    responses = [Response(MemberRequest(index, f"0/1/0/{index}", index)) for index in range(12)]
+    rids = []
+    for _ in range(12):
+        for response in responses:
+            response.ask(PolicyVersion(0, 0))
+            assert response.rid.startswith(response.member.rid)
+            rids.append(response.rid)
+    assert not [(one, other) for one, other in itertools.permutations(rids, 2) if other.startswith(one)]
+
+
 def test_losses_count_in_a_row_without_a_token_and_only_where_the_response_is_suspect():
     response = Response(MEMBER)
     response.keep(0)
     response.keep(0, is_suspect=False)
-    assert (response.losses, response.rid) == (1, "0/1/0/3~2")
+    assert (response.losses, response.turn) == (1, 2)
     response.add(chunk([5], 0, 1, ["default"], finish_reason=None))
     response.keep(0)
     assert response.losses == 0

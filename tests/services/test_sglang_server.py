@@ -44,6 +44,12 @@ class FakeProcess:
         self.is_up = False
 
 
+class SlowProcess(FakeProcess):
+    async def start(self, seconds: float) -> None:
+        self.is_up = True
+        await asyncio.sleep(seconds)
+
+
 class FakeServers:
     """`failing`: lives, counted from 1, that end before they serve."""
 
@@ -166,3 +172,13 @@ async def test_a_server_that_cannot_start_at_all_ends_the_start_with_its_words()
     )
     with pytest.raises(RunError, match="no memory"):
         await owner.start()
+
+
+async def test_a_row_that_is_to_stop_does_not_wait_until_its_server_has_started_again():
+    servers = FakeServers()
+    async with running(servers, FakeSync()) as _:
+        servers.make = lambda address: servers.lives.append(SlowProcess(False)) or servers.lives[-1]
+        servers.lives[0].die()
+        await until(lambda: len(servers.lives) == 2 and servers.lives[1].is_up)
+        began = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - began < 2.5, "half of what the start may take"

@@ -55,7 +55,6 @@ class FakeRuntime:
     def __init__(self, summaries: Mapping[str, Mapping[str, Any]], at_running=None):
         self.summaries, self.at_running = summaries, at_running
         self.processes: dict[str, Process] = {}
-        self.killed: list[str] = []
         self.ended: list[str] = []
         self.lives: list[tuple[str, Life]] = []
         self.closed = False
@@ -85,9 +84,6 @@ class FakeRuntime:
         else:
             await process.stopped.wait()
         return process.summary
-
-    def kill(self, row: Row) -> None:
-        self.killed.append(row.name)
 
     async def end(self, row: Row) -> None:
         self.ended.append(row.name)
@@ -153,7 +149,7 @@ async def finishing(name: str, process: Process) -> None:
 async def test_a_run_is_finished_when_trainer_and_rollouter_are(config, tmp_path):
     runtime = FakeRuntime({"trainer/0": {"steps": 10}}, finishing)
     summary = await supervisor_of(config, tmp_path, runtime).supervise()
-    assert (summary["status"], summary["steps"], runtime.killed, runtime.closed) == ("finished", 10, [], True)
+    assert (summary["status"], summary["steps"], runtime.ended, runtime.closed) == ("finished", 10, [], True)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 10
 
 
@@ -192,7 +188,7 @@ async def test_a_row_that_hangs_ends_the_run_by_its_name(config, tmp_path, name)
     summary = await asyncio.wait_for(supervisor_of(config, tmp_path, runtime).supervise(), 30)
     assert summary["status"] == "failed"
     assert f"service {name} died: its process has not answered for" in summary["error"]
-    assert (runtime.killed, runtime.closed) == ([name], True)
+    assert (runtime.ended, runtime.closed) == ([name], True)
 
 
 async def test_a_row_that_is_silent_for_a_while_ends_nothing(config, tmp_path):

@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl import processes
 from asyncrl.data.builtin import arithmetic
 from asyncrl.engines.builtin import prepare
+from asyncrl.engines.sglang.process import MARK
 from tests.end_to_end.runs import ROOT, Launched, asyncrl, leftovers, pids_of, until
 from tests.sglang.servers import LAUNCHER, PYTHON, serving
 
@@ -32,24 +34,29 @@ def server_processes(owner: int) -> list[psutil.Process]:
     return [process for process in psutil.Process(owner).children(recursive=True) if "sglang" in " ".join(process.cmdline())]
 
 
-def load_files() -> set[Path]:
-    """What servers on this machine keep in shared memory, those of other tests among them."""
-    return set(Path("/dev/shm").glob("sglang_loads_*"))
+def bearing_a_mark(folder: Path) -> list[int]:
+    """Processes of the servers of a run in this folder."""
+    mark = f"{MARK}={folder}".encode()
+    return [pid for pid in processes.all_processes() if mark in processes.read(pid, "environ")]
 
 
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_when_one_of_two_servers_is_killed_and_it_comes_back_with_the_current_version(tmp_path):
-    of_others = load_files()
-    run = launched(tmp_path, *SHORT, "inference.servers=2", "inference.max_batch=32", "training.steps=400")
+    run, files = launched(tmp_path, *SHORT, "inference.servers=2", "inference.max_batch=32", "training.steps=4000"), set()
     try:
         run.until_step(10, 200)
+        files |= processes.shared_files(bearing_a_mark(tmp_path))
         owner = pids_of(run.status())["inference/1"]
         for process in server_processes(owner):
             process.send_signal(signal.SIGKILL)
         until(lambda: state(run, "inference/1") == "restarting", 20, "its owner starts it again")
+        until(lambda: "sglang::scheduler" in titles(owner), 60, "it starts")
+        server_processes(owner)[0].kill()
+        until(lambda: "sglang::scheduler" not in titles(owner), 10, "what it had started is ended too")
         before = len(run.lines("metrics.jsonl"))
         until(lambda: len(run.lines("metrics.jsonl")) > before + 5, 60, "steps without it")
         until(lambda: state(run, "inference/1") == "serving" and version(run, "inference/1") is not None, 120, "it is back")
+        files |= processes.shared_files(bearing_a_mark(tmp_path))
         shown = run.command("servers list")
         assert shown.returncode == 0, shown.stderr
         assert "inference/1" in shown.stdout
@@ -62,7 +69,16 @@ def test_a_run_goes_on_when_one_of_two_servers_is_killed_and_it_comes_back_with_
     assert run.summary["staleness"]["max"] <= run.summary["staleness"]["bound"]
     assert run.command("audit").returncode == 0
     until(lambda: leftovers(run.run_dir) == [], 10, "a clean end")
-    assert load_files() <= of_others
+    assert len(files) >= 4, "each server has a file and a semaphore"
+    assert bearing_a_mark(tmp_path) == []
+    assert [file for file in files if file.exists()] == []
+
+
+def titles(owner: int) -> set[str]:
+    """Of the processes below this one."""
+    return {
+        processes.read(process.pid, "cmdline").decode().strip("\0 ") for process in psutil.Process(owner).children(recursive=True)
+    }
 
 
 @pytest.mark.timeout(300)

@@ -91,6 +91,7 @@ def command(options: ServerOptions, *, host: str, port: int, token: str | None) 
 def environment(options: ServerOptions, *, receiver: str | None) -> dict[str, str]:
     """What the server needs beside the environment that it inherits."""
     needed = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    needed["SPT_NOENV"] = "1"  # SGLang's processes write no title over their environment, by which they are found
     if options.device == "cpu":
         needed["SGLANG_USE_CPU_ENGINE"] = "1"
     if receiver is not None:

@@ -2,14 +2,16 @@
 
     examine ─▶ make ─▶ start (spawn, until it serves) ─▶ wait (returns when it has ended) ─▶ end
 
-The server dies with the process that started it, however that ends: the kernel sends it SIGKILL, and SGLang's own processes watch
-their parent. What it writes goes to a log file, whose last lines say why it ended.
+The server dies with the process that started it, however that ends: the kernel sends it SIGKILL. Its own processes bear its mark,
+by which whoever ends it, or starts the row's next one, finds those that are left. What it writes goes to a log file, whose last
+lines say why it ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -20,8 +22,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import psutil
 
+from asyncrl import processes
 from asyncrl.engines.sglang.arguments import ServerOptions, check, command, environment
 from asyncrl.errors import DeadlineExceeded, RunError, UserError
 from asyncrl.transport import security
@@ -31,9 +33,10 @@ OLDEST = (0, 5, 21)
 TESTED = "0.5.23"
 EXAMINE_SECONDS = 90.0
 POLL_SECONDS, WATCH_SECONDS, ASK_SECONDS = 0.25, 1.0, 5.0
-TERM_SECONDS, KILL_SECONDS = 2.0, 5.0  # together less than cluster.stop_grace_seconds; nothing of a server's need be kept
+LOOK_SECONDS = 1.0
+KILL_SECONDS = 5.0  # less than cluster.stop_grace_seconds
 TAIL_LINES = 12
-SHARED_MEMORY = Path("/dev/shm")
+MARK = "ASYNCRL_SERVER"  # its value: the path of the row's log, one life after the other
 _DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"  # 1: PDEATHSIG
 _VERSIONS = """
 import importlib.metadata as packages, json
@@ -132,8 +135,7 @@ class SglangProcess:
     def __init__(self, options: ServerOptions, address: Address, log_path: Path):
         self._options, self.address, self._log_path = options, address, log_path
         self._process: asyncio.subprocess.Process | None = None
-        self._family: list[psutil.Process] = []
-        self._files: set[Path] = set()
+        self._files: set[Path] = set()  # in shared memory, as far as they were seen
 
     @property
     def pid(self) -> int | None:
@@ -144,8 +146,9 @@ class SglangProcess:
         return self._options.model_path
 
     async def start(self, seconds: float) -> None:
-        """Spawn it, and return when it serves. Raises RunError, with the last lines of its log, when it ends before, and
-        DeadlineExceeded when it takes longer than `seconds`."""
+        """Spawn it, and return when it serves; what an earlier owner of the row left is ended before. Raises RunError, with the
+        last lines of its log, when it ends before, and DeadlineExceeded when it takes longer than `seconds`."""
+        await self._kill()
         address = self.address
         arguments = command(self._options, host=address.host, port=address.port, token=address.token)
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_JOB_ID")}
@@ -159,7 +162,7 @@ class SglangProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**inherited, **environment(self._options, receiver=address.receiver)},
+                env={**inherited, **environment(self._options, receiver=address.receiver), MARK: self._mark},
                 start_new_session=True,
             )
         try:
@@ -184,25 +187,24 @@ class SglangProcess:
         return await _load(self.address)
 
     async def end(self) -> None:
-        """It and all its processes are gone afterwards, and so are their files in shared memory."""
+        """It and all its processes are gone afterwards, and so are their files in shared memory. By SIGKILL: nothing of a server
+        need be kept, and SGLang's own end kills what would have cleared up."""
         if self._process is None:
             return
-        self._look_around()
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TERM_SECONDS):
-                    await self._process.wait()
-        for process in self._family:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        await asyncio.get_running_loop().run_in_executor(None, psutil.wait_procs, self._family, KILL_SECONDS)
-        if self._process.returncode is None:
-            await self._process.wait()
+        await self._kill()
+        await self._process.wait()
         for path in self._files:
             path.unlink(missing_ok=True)
-        self._process, self._family, self._files = None, [], set()
+        self._process, self._files = None, set()
+
+    @property
+    def _mark(self) -> str:
+        return str(self._log_path.resolve())
+
+    async def _kill(self) -> None:
+        """What bears the mark, whoever started it."""
+        find = functools.partial(processes.marked, MARK, self._mark)
+        await asyncio.get_running_loop().run_in_executor(None, functools.partial(processes.kill, find, seconds=KILL_SECONDS))
 
     def tail(self) -> str:
         """The last lines of its log."""
@@ -219,7 +221,8 @@ class SglangProcess:
             ended = asyncio.ensure_future(self._process.wait())
             answers = asyncio.ensure_future(_until_it_answers(session, f"{self.address.url}/health"))
             try:
-                await asyncio.wait([ended, answers], return_when=asyncio.FIRST_COMPLETED)
+                while not (await asyncio.wait([ended, answers], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    self._look_around()
                 if not answers.done():
                     raise RunError(await self.wait())
             finally:
@@ -228,16 +231,8 @@ class SglangProcess:
                 await asyncio.gather(ended, answers, return_exceptions=True)
 
     def _look_around(self) -> None:
-        """Note the server's processes and their files, while they can be seen."""
-        if self._process is None:
-            return
-        with contextlib.suppress(psutil.Error):
-            server = psutil.Process(self._process.pid)
-            known = {process.pid for process in self._family}
-            self._family += [each for each in (server, *server.children(recursive=True)) if each.pid not in known]
-        for process in self._family:
-            with contextlib.suppress(psutil.Error, OSError):
-                self._files |= {Path(part.path) for part in process.memory_maps() if _is_load_file(part.path)}
+        """Note its files while they can be seen: of a process that was killed nobody can tell any more."""
+        self._files |= processes.shared_files(processes.marked(MARK, self._mark))
 
 
 class AttachedServers:
@@ -292,11 +287,6 @@ class AttachedServer:
 
     async def end(self) -> None:
         """It goes on."""
-
-
-def _is_load_file(path: str) -> bool:
-    """SGLang leaves these behind."""
-    return path.startswith(f"{SHARED_MEMORY}/sglang_loads_")
 
 
 def _session(address: Address) -> aiohttp.ClientSession:

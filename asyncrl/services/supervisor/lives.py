@@ -265,7 +265,7 @@ class Lives:
                 log.warning("while stopping: %s", failure)
             for task in late:
                 log.warning("%s did not stop within %.0f s: killed", self._runs[task].name, left)
-                self._runtime.kill(self._runs[task])
+            await asyncio.gather(*(self._runtime.end(self._runs[task]) for task in late))
         await cancel([*self._runs, *([self._announcing] if self._announcing is not None else [])])
         for client in self._clients.values():
             await client.close()

@@ -87,11 +87,8 @@ class Runtime(Protocol):
     async def run(self, row: Row, book: AddressBook) -> Mapping[str, Any]:
         """The service's summary, once its `run` has returned."""
 
-    def kill(self, row: Row) -> None:
-        """End the row's process at once."""
-
     async def end(self, row: Row) -> None:
-        """End the row's process, if it has one, with everything below it, and return when it is gone."""
+        """End the row's process at once, if it has one, with everything below it, and return when it is gone."""
 
     async def close(self) -> None:
         """Leave no process and no file of the runtime behind."""

@@ -1,10 +1,12 @@
-"""What an SGLang server looks like from outside, as a script in place of `sglang.launch_server`: health, loads, a child process.
+"""What an SGLang server looks like from outside, as a script in place of `sglang.launch_server`: health, loads, a child process
+that does not watch its parent, a file in shared memory that nobody removes, a semaphore that a resource tracker does.
 
 The first further argument says how it ends: `serves`, `dies` (at once, with a word), `hangs` (never healthy), `crashes` (after a
 second of service).
 """
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -35,8 +37,11 @@ mode = sys.argv[sys.argv.index("--stand-in") + 1]
 if mode == "dies":
     print("ValueError: no such model", flush=True)
     sys.exit(3)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(f"child {child.pid}", flush=True)
+semaphore = multiprocessing.get_context("spawn").Lock()
+file = f"/dev/shm/sglang_loads_stand_in_{os.getpid()}"
+keep = "import mmap, sys, time; file = open(sys.argv[1], 'w+b'); file.truncate(4096); kept = mmap.mmap(file.fileno(), 4096)"
+child = subprocess.Popen([sys.executable, "-c", f"{keep}; print('kept', flush=True); time.sleep(600)", file])
+print(f"child {child.pid} file {file} semaphore /dev/shm/sem.{semaphore._semlock.name.removeprefix('/')} ", flush=True)
 if mode == "crashes":
     threading.Timer(1.0, lambda: (print("Segmentation fault", flush=True), time.sleep(0.1), os._exit(139))).start()
 ThreadingHTTPServer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -79,24 +80,45 @@ from pathlib import Path
 from tests.engines.sglang.test_process import made
 
 async def main():
-    server = made(Path(sys.argv[1]), "serves")
-    await server.start(20)
-    print(server.pid, flush=True)
-    await asyncio.sleep(600)
+    server = made(Path(sys.argv[1]), sys.argv[2])
+    try:
+        await server.start(600)
+        await server.wait()
+    finally:
+        await server.end()
 
 asyncio.run(main())
 """
 
 
-async def test_a_server_dies_with_its_owner_however_that_ends(tmp_path):
-    command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    owner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    pid = int(await owner.stdout.readline())
-    owner.kill()
-    await owner.wait()
-    await until(lambda: not psutil.pid_exists(pid), 10)
-    if child_of_is_alive(tmp_path):  # the stand-in's child does not watch its parent, as SGLang's do
-        child_of(tmp_path).kill()
+@pytest.mark.parametrize("moment", ["hangs", "serves"])
+@pytest.mark.parametrize("victim", ["server", "family", "owner", "owner and server"])
+async def test_nothing_of_a_server_is_left_whoever_is_killed_and_when(tmp_path, moment, victim):
+    """After its end, or, where its owner was killed too, after the start of the row's next one."""
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, str(tmp_path), moment)
+    log = tmp_path / "server.log"
+    await until(lambda: log.exists() and "kept" in log.read_text(), 30)
+    await asyncio.sleep(1.5)  # its owner has looked
+    server = psutil.Process(owner.pid).children()[0]
+    family = [server, *server.children(recursive=True)]
+    assert len(family) == 3, "the server, its child, its resource tracker"
+    files = [Path(word) for word in log.read_text().split() if word.startswith("/dev/shm/")]
+    assert len(files) == 2
+    assert all(file.exists() for file in files)
+    if "owner" in victim:
+        owner.kill()
+    for process in {"family": family, "owner": []}.get(victim, [server]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    async with asyncio.timeout(30):
+        await owner.wait()
+    if "owner" in victim:
+        own = servers(tmp_path, "serves")
+        following = own.make(own.address({}))
+        await following.start(30)
+        await following.end()
+    assert [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
+    assert [file for file in files if file.exists()] == []
 
 
 async def test_later_lives_have_the_addresses_of_the_first(tmp_path):
