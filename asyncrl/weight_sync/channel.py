@@ -126,10 +126,7 @@ class ReceiverChannel:
             async with asyncio.timeout(order.timeout_seconds):
                 await self._transfer(order, outcome, progress)
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"{order.version}: {order.plan.num_bytes / 1e6:.1f} MB did not reach {self.address} within "
-                f"{order.timeout_seconds:g} s: raise sync.timeout_seconds or sync.max_megabytes_per_second"
-            ) from None
+            raise not_in_time(order, self.address) from None
         outcome.transfer_seconds = time.monotonic() - began
         progress.transferred()
         await self._commit(order, outcome, progress)
@@ -269,6 +266,14 @@ class ReceiverChannel:
 def staged_line(name: str, http: str, weights: str) -> ReceiverChannel:
     """The line to the server `name`, whose receiver is at `weights`."""
     return ReceiverChannel(weights)
+
+
+def not_in_time(order: Order, where: str) -> DeadlineExceeded:
+    """For a version whose transfer took longer than it may."""
+    return DeadlineExceeded(
+        f"{order.version}: {order.plan.num_bytes / 1e6:.1f} MB did not reach {where} within {order.timeout_seconds:g} s: raise "
+        "sync.timeout_seconds or sync.max_megabytes_per_second"
+    )
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

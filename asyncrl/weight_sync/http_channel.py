@@ -22,7 +22,7 @@ import torch
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, DigestMismatch, SyncError
 from asyncrl.protocols.weights import PolicyVersion
-from asyncrl.weight_sync.channel import NOBODY, RESENDS, Order, Outcome, Progress, ReceiverChannel
+from asyncrl.weight_sync.channel import NOBODY, RESENDS, Order, Outcome, Progress, ReceiverChannel, not_in_time
 from asyncrl.weight_sync.endpoints import PAUSE_MODES, UpdateEndpoints
 from asyncrl.weight_sync.slots import SlotMaps
 from asyncrl.weight_sync.whole import checkpoint_names, whole_tensors
@@ -83,10 +83,7 @@ class HttpChannel:
             self._told = str(order.version)
             await self._verify(order, outcome, progress)
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"{order.version}: {order.plan.num_bytes / 1e6:.1f} MB were not ready for {self._endpoints.url} within "
-                f"{order.timeout_seconds:g} s: raise sync.timeout_seconds or sync.max_megabytes_per_second"
-            ) from None
+            raise not_in_time(order, self._endpoints.url) from None
         finally:
             self._is_busy = False
         return outcome

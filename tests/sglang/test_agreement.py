@@ -23,6 +23,7 @@ from tests.weight_sync.stand_in import StagedModel, TwoRankModel
 
 PROMPT = [5, 6, 7, 8, 9]
 FAMILIES = [(architecture, tie) for architecture in ("qwen2", "qwen3", "llama") for tie in (False, True)]
+MODES = ("staged", "broadcast", "disk")
 TIMEOUT = 20.0
 
 
@@ -67,7 +68,8 @@ async def line(mode: str, server: RunningServer, folder: Path):
 
 @pytest.mark.parametrize("first", range(0, len(FAMILIES), 2), ids=lambda first: FAMILIES[first][0])
 async def test_log_probs_and_weights_are_the_models(tmp_path, first):
-    """A family, its head its own and tied, on two servers side by side; then staged updates from one rank and from two."""
+    """A family, its head its own and tied, on two servers side by side; then every mode brings both of them versions from one
+    rank and from two."""
     pairs = FAMILIES[first : first + 2]
     folders = [
         [tiny_model(tmp_path / f"{index}-{seed}", architecture=architecture, tie=tie, seed=seed) for seed in (0, 1, 2)]
@@ -75,18 +77,26 @@ async def test_log_probs_and_weights_are_the_models(tmp_path, first):
     ]
     async with AsyncExitStack() as stack:
         starts = (stack.enter_async_context(serving(folders[index][0], tmp_path, name=f"inference/{index}")) for index in (0, 1))
-        for index, server in enumerate(await asyncio.gather(*starts)):
-            models = [load(folder) for folder in folders[index]]
+        servers = await asyncio.gather(*starts)
+        models = [[load(folder) for folder in each] for each in folders]
+        for server, (first_weights, *_) in zip(servers, models, strict=True):
             for temperature in (0.7, 1.0):
-                assert await largest_error(server, models[0], UNTRAINED, temperature) < 1e-4
-            async with line("staged", server, tmp_path) as channel:
-                for number, make in ((1, StagedModel), (2, TwoRankModel)):
-                    version = PolicyVersion(1, number)
-                    await bring(channel, make(weights(models[number])), version)
-                    assert await largest_error(server, models[number], version, 0.7) < 1e-4
+                assert await largest_error(server, first_weights, UNTRAINED, temperature) < 1e-4
+        for number, (mode, seed) in enumerate(itertools.product(MODES, (1, 2)), start=1):
+            make, version = (StagedModel, TwoRankModel)[seed - 1], PolicyVersion(1, number)
+            await asyncio.gather(
+                *(brought(mode, server, each[seed], make, version) for server, each in zip(servers, models, strict=True))
+            )
+            for server, each in zip(servers, models, strict=True):
+                assert await largest_error(server, each[seed], version, 0.7) < 1e-4
 
 
-@pytest.mark.parametrize("mode", ["staged", "broadcast", "disk"])
+async def brought(mode: str, server: RunningServer, model: torch.nn.Module, make, version: PolicyVersion) -> None:
+    async with line(mode, server, server.model_folder) as channel:
+        await bring(channel, make(weights(model)), version)
+
+
+@pytest.mark.parametrize("mode", MODES)
 async def test_every_mode_brings_the_trainers_weights_from_one_rank_and_two(shared, incarnation, tmp_path, mode):
     models, numbers = [load(tiny_model(tmp_path / str(seed), seed=seed)) for seed in (1, 2)], itertools.count()
     async with line(mode, shared, tmp_path) as channel:
