@@ -5,23 +5,21 @@ Whoever builds a part takes its name out of here (and adds its entry to `asyncrl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 NOT_BUILT: Mapping[str, tuple[str, ...]] = {
-    "algorithm.proximal": ("loglinear",),
-    "algorithm.advantage": (
-        "reinforce_pp_baseline", "remax", "opo", "gpg", "grpo_passk", "gdpo", "gae", "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-    ),
-    "algorithm.loss": (
-        "cispo", "gspo", "gmpo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "dro", "topr", "m2po", "reinforce", "gpg",
-    ),
+    "algorithm.proximal": (),
+    "algorithm.advantage": ("remax", "gdpo", "gae", "optimal_token_baseline", "tir_optimal_token_baseline"),
+    "algorithm.loss": ("clip_cov", "kl_cov", "m2po"),
     "algorithm.correction": (
-        "segment_tis", "seq_tis", "token_icepop", "seq_mis", "geo_mis", "geo_mis_token_tis", "geo_mis_seq_tis", "k3_mask",
-        "k3_mask_token_tis", "k3_mask_seq_tis", "veto",
+        "seq_mis", "geo_mis", "geo_mis_token_tis", "geo_mis_seq_tis", "k3_mask", "k3_mask_token_tis", "k3_mask_seq_tis", "veto",
+        "general",
     ),
 }  # fmt: skip
+
+NOT_BUILT_PARAMETERS: Mapping[str, tuple[str, ...]] = {"algorithm.correction": ("veto",)}
+"""Parameters of built entries that cannot be switched on yet."""
 
 
 def refusal(key: str, value: Any) -> str | None:
@@ -32,8 +30,19 @@ def refusal(key: str, value: Any) -> str | None:
     return f"{key} is {name}, which is known but not built yet: {_remedy(key)}"
 
 
+def refused_parameters(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(key, why) of each parameter of the entry at `key` that is switched on and not built yet."""
+    if not isinstance(value, Mapping) or refusal(key, value):
+        return
+    for parameter in NOT_BUILT_PARAMETERS.get(key, ()):
+        asked = value.get(parameter)
+        if isinstance(asked, float) and 0 < asked < 1:  # any other value is the schema's to refuse
+            below = f"{key}.{parameter}"
+            yield below, f"{below} is known but not built yet: leave it out"
+
+
 def _remedy(key: str) -> str:
     from asyncrl.config.walk import names_of, node
 
     built = [name for name in names_of(node(key)) if name not in NOT_BUILT[key]]
-    return f"use {' or '.join(built)}" if len(built) < 3 else f"use one of {', '.join(built)}"
+    return f"use one of {', '.join(built)}"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from asyncrl.config import checks_effect
+from asyncrl.config import checks_algorithm, checks_effect
 from asyncrl.config.facts import Facts
 from asyncrl.config.schema import Config
 from asyncrl.errors import Problem
@@ -122,16 +122,6 @@ def _cache(config: Config, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _group_of_one(config: Config, facts: Facts) -> Iterator[Problem]:
-    name = config.algorithm.advantage.name
-    if config.rollout.group_size == 1 and name in ("grpo", "rloo"):
-        yield Problem(
-            "rollout.group_size",
-            f"rollout.group_size is 1, but {name} compares the responses of a group, and every advantage would be 0: raise "
-            "rollout.group_size to at least 2, or set algorithm.advantage to reinforce_pp and training.filter to keep",
-        )
-
-
 def _on_policy(config: Config, facts: Facts) -> Iterator[Problem]:
     if config.rollout.max_staleness > 0:
         return
@@ -190,16 +180,6 @@ def _queue(config: Config, facts: Facts) -> Iterator[Problem]:
             f"queue.capacity_megabytes is {queue.capacity_megabytes:g}, but one group of {rollout.group_size} responses of "
             f"{rollout.max_response_tokens} tokens may take {group_bytes / 1e6:.2g} MB, and could never be sent: raise "
             f"queue.capacity_megabytes to at least {max(1, round(4 * group_bytes / 1e6))}",
-        )
-
-
-def _correction(config: Config, facts: Facts) -> Iterator[Problem]:
-    name = config.algorithm.correction.name
-    if config.algorithm.proximal == "behave" and name != "none":
-        yield Problem(
-            "algorithm.correction",
-            f"algorithm.correction is {name}, but with algorithm.proximal behave every weight is 1 and a correction does "
-            "nothing: set algorithm.correction to none, or algorithm.proximal to recompute",
         )
 
 
@@ -347,7 +327,6 @@ def _sglang(config: Config, facts: Facts) -> Iterator[Problem]:
 
 CHECKS: tuple[Check, ...] = (
     _data_rows,
-    _group_of_one,
     _context,
     _cache,
     _sglang,
@@ -355,7 +334,7 @@ CHECKS: tuple[Check, ...] = (
     _agent,
     _rewards,
     _queue,
-    _correction,
+    *checks_algorithm.CHECKS,
     _batches,
     _schedules,
     _evaluation,

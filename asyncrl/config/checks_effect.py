@@ -160,6 +160,8 @@ def parameters_without_effect(config: Config) -> Iterator[str]:
             )
     if config.rollout.max_staleness == 0 and "decay" in _written(correction):
         yield "algorithm.correction.decay does nothing: with rollout.max_staleness 0 no token is stale"
+    if "denominator" in _written(correction) and not correction.needs.drops:
+        yield f"algorithm.correction.denominator does nothing: {correction.name} drops no token"
     if config.rollout.max_staleness == 0 and config.rollout.on_stale != "mask":
         yield f"rollout.on_stale {config.rollout.on_stale} never acts: with rollout.max_staleness 0 no token is past the bound"
 
@@ -167,7 +169,7 @@ def parameters_without_effect(config: Config) -> Iterator[str]:
 def check_filter(config: Config, facts: Facts) -> Iterator[Problem]:
     """What the filter would make of every group, or could not do to any."""
     training, size = config.training, config.rollout.group_size
-    if size == 1 and training.filter != "keep" and config.algorithm.advantage.name not in ("grpo", "rloo"):
+    if size == 1 and training.filter != "keep" and not config.algorithm.advantage.needs.group:
         yield Problem(
             "training.filter",
             f"training.filter is {training.filter}, but rollout.group_size is 1, so that rewards within a group are all equal "

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from asyncrl.config.entries import Entry, is_users
 from asyncrl.config.functions import names_function
 from asyncrl.config.schema import Config
 
@@ -31,6 +32,8 @@ def absolute_paths(config: Config, cwd: Path) -> Config:
     """The same configuration with every relative path made absolute from `cwd`."""
     functions = [_with(item, function=_source(item.function, cwd)) for item in config.reward.functions]
     data, mlflow, tokenizer, state_dir = config.data, config.tracking.mlflow, config.model.tokenizer, config.cluster.state_dir
+    algorithm = config.algorithm
+    own = {name: _named(getattr(algorithm, name), cwd) for name in ("advantage", "loss", "correction")}
     python, launcher, folder = config.inference.python, config.inference.launcher, config.sync.folder
     return _with(
         config,
@@ -43,6 +46,7 @@ def absolute_paths(config: Config, cwd: Path) -> Config:
             launcher=launcher and str(_absolute(Path(launcher), cwd)),
         ),
         reward=_with(config.reward, functions=functions),
+        algorithm=_with(algorithm, **own),
         tracking=_with(config.tracking, mlflow=mlflow and _with(mlflow, uri=_store(mlflow.uri, cwd))),
         sync=_with(config.sync, folder=folder and str(_absolute(Path(folder), cwd))),
         cluster=_with(config.cluster, state_dir=state_dir and str(_absolute(Path(state_dir), cwd))),
@@ -53,6 +57,11 @@ def _with(section: S, **values: Any) -> S:
     """The section with these values; which of its fields the user has set stays what it was."""
     changed = {name: value for name, value in values.items() if value != getattr(section, name)}
     return section.model_copy(update=changed) if changed else section
+
+
+def _named(entry: Entry, cwd: Path) -> Entry:
+    """An entry whose name, where it is a function's in a file, has that file's whole path."""
+    return _with(entry, name=_source(entry.name, cwd)) if is_users(entry.name) else entry
 
 
 def _source(text: str, cwd: Path) -> str:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from asyncrl.config import built
+from asyncrl.config.entries import USERS, Entry, UserFunction
 from asyncrl.config.schema import HUGE, PATTERNS
 from asyncrl.config.walk import ROOT, Node, names_of, nearest, nearest_key, node
 from asyncrl.config.yaml_text import Path
@@ -28,7 +29,7 @@ def found_problem(error: ErrorDetails) -> tuple[Path, Problem]:
         message = f"{key} is missing, and has no default: give it {wanted(at)} ({lower_first(at.info.description or '')})"
     elif kind == "rule":
         message = error["msg"]
-    elif kind in ("literal_error", "union_tag_invalid"):
+    elif kind in ("literal_error", "union_tag_invalid", "union_tag_not_found"):
         key, message = _unknown_name(at, path, value)
     elif kind == "finite_number":
         message = f"{key} is {show(value)}, but must be finite ({wanted(at)}){_example(at)}"
@@ -44,10 +45,10 @@ def found_problem(error: ErrorDetails) -> tuple[Path, Problem]:
 def wanted(at: Node) -> str:
     """What a field takes, in words: `a whole number, at least 1`."""
     if at.is_entry:
-        return f"one of {', '.join(names_of(at))}, or a mapping with such a name and its parameters"
+        return f"one of {', '.join(_built(at))}, or a mapping with such a name and its parameters"
     if at.is_list:
         return f"a list of mappings with {_and(tuple(at.children()))}"
-    names = [name for name in names_of(at) if name not in built.NOT_BUILT.get(at.key, ())]
+    names = _built(at)
     kind = f"one of {', '.join(names)}" if len(names) > 1 else names[0] if names else type_words(at.info.annotation)
     return ", ".join([kind, *bounds(at.info.metadata)])
 
@@ -115,13 +116,12 @@ def _path_in_document(loc: tuple[int | str, ...]) -> tuple[Path, Node]:
         if isinstance(part, int):
             path.append(part)
             continue
+        if here.is_entry and len(here.models) > 1 and (part == USERS or part in names_of(here)):
+            here = Node(here.key, (next(model for model in here.models if _tag(model) == part),), here.variants)
+            continue
         children = here.children()
         if part in children:
             here = children[part]
-        elif here.is_entry and part in names_of(here):
-            chosen = next(model for model in here.models if model.model_fields["name"].default == part)
-            here = Node(here.key, (chosen,), here.variants)
-            continue
         path.append(part)
     return tuple(path), here
 
@@ -149,12 +149,43 @@ def _unknown_name(at: Node, path: Path, value: Any) -> tuple[str, str]:
     refused = built.refusal(at.key, value)
     if refused:
         return key, refused
-    names = names_of(at)
+    names = _built(at)
     if not isinstance(value, str):
         return key, f"{key} is {show(value)}, but must be {wanted(at)}{_example(at)}"
     likest = nearest(value, (*names, *built.NOT_BUILT.get(at.key, ())))
     later = ", not built yet" if likest in built.NOT_BUILT.get(at.key, ()) else ""
     return key, f"{key} is {value!r}, which is not known: the nearest known one is {likest}{later} (there are {', '.join(names)})"
+
+
+def _built(at: Node) -> list[str]:
+    return [name for name in names_of(at) if name not in built.NOT_BUILT.get(at.key, ())]
+
+
+def _tag(model: type[BaseModel]) -> str:
+    """An entry's place in its union."""
+    return USERS if issubclass(model, UserFunction) else str(model.model_fields["name"].default)
+
+
+def parameter_message(kind: str, name: str, cls: type[Entry], error: ErrorDetails) -> str:
+    """One pydantic error of an entry that was built from Python: `loss ppo_clip: clip_low is 2, but must be …`."""
+    if error["type"] == "rule":
+        return f"{kind} {error['msg']}"
+    parts = [str(part) for part in error["loc"]]
+    key, value = ".".join(parts), error["input"]
+    info = cls.model_fields.get(parts[0]) if parts else None
+    taken = [field for field in cls.model_fields if field != "name"]
+    if error["type"] == "extra_forbidden":
+        known = (
+            f"the nearest known one is {nearest(parts[-1], taken)} (it takes {', '.join(taken)})" if taken else "it takes none"
+        )
+        return f"{kind} {name}: {key} is not a parameter: {known}"
+    if error["type"] == "missing":
+        return f"{kind} {name}: {key} is missing, and has no default: give {key}"
+    if info is None or len(parts) > 1:
+        return f"{kind} {name}: {key or 'its value'} is {show(value)}: {lower_first(error['msg'])}: mend it"
+    limits = ", ".join([type_words(info.annotation), *bounds(info.metadata)])
+    default = "" if info.is_required() else f", or leave it out for the default, {info.get_default(call_default_factory=True)}"
+    return f"{kind} {name}: {key} is {show(value)}, but must be {limits}: give {key} so{default}"
 
 
 def _example(at: Node) -> str:

@@ -242,8 +242,9 @@ class AlgorithmConfig(Section):
     advantage: Advantage = Field(default_factory=Grpo, description="Advantage estimator.")
     loss: Loss = Field(default_factory=PpoClip, description="Policy loss.")
     correction: Correction = Field(default_factory=StalenessTis, description="Importance correction of stale tokens.")
-    proximal: Literal["recompute", "behave"] = Field(
-        "recompute", description="Anchor of the trust region: recomputed under the trainer's weights, or the behaviour policy."
+    proximal: Literal["recompute", "behave", "loglinear"] = Field(
+        "recompute",
+        description="Anchor of the trust region: recomputed under the trainer's weights, the behaviour policy, or a point between it and the current one by each token's staleness (loglinear).",
     )
 
 

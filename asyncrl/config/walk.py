@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from asyncrl.config.entries import Entry
+from asyncrl.config.entries import Entry, UserFunction
 from asyncrl.config.schema import Config
 
 
@@ -78,9 +78,10 @@ def node(key: str) -> Node:
 
 
 def names_of(of: Node) -> tuple[str, ...]:
-    """The names that a field with a closed set of them takes: entries or a Literal's texts; empty for any other field."""
+    """The names that a field with a closed set of them takes: entries (a user's function apart, which has any) or a Literal's
+    texts; empty for any other field."""
     if of.is_entry:
-        return tuple(str(model.model_fields["name"].default) for model in of.models)
+        return tuple(str(model.model_fields["name"].default) for model in of.models if not issubclass(model, UserFunction))
     return tuple(value for variant in of.variants for value in _literals(variant.annotation) if isinstance(value, str))
 
 

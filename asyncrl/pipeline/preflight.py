@@ -7,6 +7,7 @@ fail in a worker minutes later), and called nowhere.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.agents.user import check_agent
 from asyncrl.config.checks import check_config
+from asyncrl.config.entries import UserFunction
 from asyncrl.config.facts import DataFacts, Facts, ModelFacts
 from asyncrl.config.functions import load_function, names_function
 from asyncrl.config.load import LoadedConfig
@@ -53,6 +55,7 @@ def gather(config: Config, parts: Parts | None, problems: list[Problem], *, star
     problems += _objects(config, parts)
     async_rewards = _rewards(config, parts, problems)
     problems += _agent(config, parts)
+    problems += _algorithm(config)
     problems += _store(config)
     problems += _state_dir(config)
     gpus = count_gpus()
@@ -172,6 +175,25 @@ def _rewards(config: Config, parts: Parts | None, problems: list[Problem]) -> bo
             found.append(None)
             problems.append(Problem(key, str(error).replace("reward.functions[].function", key)))
     return True if True in found else None if None in found else False
+
+
+def _algorithm(config: Config) -> Iterator[Problem]:
+    """Functions of the user's own in the place of a built-in advantage, loss or correction."""
+    for part in ("advantage", "loss", "correction"):
+        entry, key = getattr(config.algorithm, part), f"algorithm.{part}"
+        if not isinstance(entry, UserFunction):
+            continue
+        try:
+            function = load_function(entry.name, key)
+            inspect.signature(function).bind(None, **entry.parameters)
+        except UserError as error:
+            yield Problem(key, str(error))
+        except TypeError as error:
+            yield Problem(
+                key,
+                f"{key} is {entry.name}, which is called with its inputs and "
+                f"{', '.join(entry.parameters) or 'no parameter'}, but {error}: give the parameters that it takes",
+            )
 
 
 def _agent(config: Config, parts: Parts | None) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import copy
 from types import NoneType
 from typing import Any, get_args
 
+from asyncrl.config.built import NOT_BUILT
 from asyncrl.config.walk import Node, names_of, node
 
 MINIMAL: dict[str, Any] = {
@@ -24,8 +25,29 @@ SPECIAL: dict[str, Any] = {
     "inference.memory_fraction": 0.5,
     "inference.arguments": {"chunked-prefill-size": 2048, "enable-metrics": True},
     "reward.functions": [{"function": "numeric"}],
+    "algorithm.loss.low": 0.5,
+    "algorithm.correction.veto": None,
 }
 """Good values that a field's type alone does not tell."""
+
+
+def owner_of(key: str) -> str | None:
+    """The first built entry that has the parameter `key`; None where it is no entry's, or only of entries that are not built."""
+    section, _, leaf = key.rpartition(".")
+    try:
+        parent = node(section)
+    except KeyError:
+        return None
+    if not parent.is_entry:
+        return None
+    owners = [model.model_fields["name"].default for model in parent.models if leaf in model.model_fields]
+    return next((str(name) for name in owners if name in names_of(parent) and name not in NOT_BUILT[section]), None)
+
+
+def is_built(key: str) -> bool:
+    """Whether a file may hold the key: of an algorithm's entry, whether one that is built has it."""
+    parts = key.split(".")
+    return parts[0] != "algorithm" or len(parts) < 3 or (len(parts) == 3 and owner_of(key) is not None)
 
 
 def at(values: dict[str, Any], key: str) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.algorithms.corrections import CorrectionInputs, correct, importance_ratio
-from asyncrl.algorithms.losses import LossInputs, token_loss
+from asyncrl.algorithms.losses import LossInputs, loss_needs, token_loss
 from asyncrl.algorithms.masking import clamped_log_ratio, masked
 from asyncrl.algorithms.proximal import PROXIMALS, ProximalInputs
 from asyncrl.algorithms.reports import correction_sums
@@ -102,7 +102,9 @@ def micro_loss(
     proximal_bt = PROXIMALS[algorithm.proximal].log_probs(
         ProximalInputs(behaviour_bt, log_probs_bt.detach(), recomputed_bt, staleness_bt)
     )
-    ratio_bt = importance_ratio(proximal_bt, behaviour_bt, mask_bt)
+    # a loss without a ratio of its own is corrected for the whole way from the behaviour to the current policy
+    sampled_as_bt = log_probs_bt.detach() if loss_needs(algorithm.loss).anchor == "none" else proximal_bt
+    ratio_bt = importance_ratio(sampled_as_bt, behaviour_bt, mask_bt)
     corrected = correct(algorithm.correction, CorrectionInputs(ratio_bt, staleness_bt, mask_bt))
     inputs = LossInputs(
         log_probs_bt, proximal_bt, behaviour_bt, micro.rows(work.advantages_BT), corrected.weights_BT, corrected.mask_BT
@@ -119,7 +121,7 @@ def micro_loss(
     sums, largest = correction_sums(
         ratio_BT=ratio_bt,
         behaviour_BT=behaviour_bt,
-        proximal_BT=proximal_bt,
+        proximal_BT=sampled_as_bt,
         staleness_BT=staleness_bt,
         mask_BT=mask_bt,
         flags=corrected.flags,
