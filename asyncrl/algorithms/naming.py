@@ -72,5 +72,5 @@ def _unknown(kind: Kind, name: object) -> str:
         return (
             f"the {kind} is {name!r}, but must be a name, or a mapping with a name and its parameters: one of {', '.join(known)}"
         )
-    return f"there is no {kind} {name!r}: the nearest known one is {nearest(name, known)} (there are {', '.join(known)}, or
-    pkg.mod:fn)"
+    likest = nearest(name, known)
+    return f"there is no {kind} {name!r}: the nearest known one is {likest} (there are {', '.join(known)}, or pkg.mod:fn)"

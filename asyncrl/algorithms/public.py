@@ -81,9 +81,10 @@ def advantage(
     if reward_components is not None:
         components = floating("reward_components", reward_components)
         if components.dim() != 2 or components.shape[0] != batch:
-            raise UserError(f"reward_components has shape {tuple(components.shape)}, but must be [B, K] with B = {batch}: one
-            score "
-                            "of each reward function for each response")  # fmt: skip
+            raise UserError(
+                f"reward_components has shape {tuple(components.shape)}, but must be [B, K] with B = {batch}: one score of each "
+                "reward function for each response"
+            )
     if component_weights is not None:
         weights = floating("component_weights", torch.as_tensor(component_weights, dtype=torch.float64))
         shaped("component_weights", weights, (0 if components is None else components.shape[1],), "one for each reward component")

@@ -44,7 +44,7 @@ def sapo(entry: Sapo, inputs: LossInputs) -> TokenLoss:
     SAPO, arXiv 2511.20347 eq. 5 and 6.
     """
     advantages_BT, ratio_BT = inputs.A, inputs.log_ratio.exp()
-    tau_BT = torch.where(advantages_BT > 0, entry.tau, entry.tau_negative).to(ratio_BT.dtype)
+    tau_BT = torch.full_like(ratio_BT, entry.tau_negative).masked_fill(advantages_BT > 0, entry.tau)
     return TokenLoss(-advantages_BT * torch.sigmoid(tau_BT * (ratio_BT - 1)) * 4 / tau_BT)
 
 
