@@ -11,11 +11,8 @@ from typing import Any
 NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "algorithm.proximal": (),
     "algorithm.advantage": ("remax", "gdpo", "gae", "optimal_token_baseline", "tir_optimal_token_baseline"),
-    "algorithm.loss": ("clip_cov", "kl_cov", "m2po"),
-    "algorithm.correction": (
-        "seq_mis", "geo_mis", "geo_mis_token_tis", "geo_mis_seq_tis", "k3_mask", "k3_mask_token_tis", "k3_mask_seq_tis", "veto",
-        "general",
-    ),
+    "algorithm.loss": (),
+    "algorithm.correction": (),
 }  # fmt: skip
 
 NOT_BUILT_PARAMETERS: Mapping[str, tuple[str, ...]] = {"algorithm.correction": ("veto",)}

@@ -21,7 +21,8 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.fsdp import FsdpLauncher
 from asyncrl.engines.fsdp.process_group import RankGroup, open_meeting_point
 from asyncrl.errors import TransportError
-from tests.engines.training import VOCAB, batch, config, engine_of_one_rank, poisoned
+from tests.engines.algorithms import ALGORITHMS
+from tests.engines.training import VOCAB, batch, config, distance, engine_of_one_rank, poisoned, uneven_batch
 from tests.models import tiny_model
 
 DEADLINE_SECONDS = 240
@@ -35,12 +36,12 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reports(model):
+def reports(model, uneven):
     """What both ranks reported, by rank."""
     context = multiprocessing.get_context("spawn")
     results, addresses = context.Queue(), context.Queue()
     settings = config(training={"ranks": 2, "microbatch_tokens": 60}).to_mapping()
-    arguments = (str(model), settings, addresses, results)
+    arguments = (str(model), settings, uneven, addresses, results)
     processes = [context.Process(target=story, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
@@ -52,7 +53,7 @@ def reports(model):
             process.join(DEADLINE_SECONDS)
 
 
-def story(rank, model_path, settings, addresses, results):
+def story(rank, model_path, settings, uneven, addresses, results):
     """Train; then wait for a peer that is late; then for one that dies. Rank 0 is that peer."""
     os.environ["OMP_NUM_THREADS"] = "1"
     launcher = FsdpLauncher(Config.model_validate(settings), model_path=model_path, rank=rank)
@@ -60,7 +61,7 @@ def story(rank, model_path, settings, addresses, results):
     if rank == 0:
         addresses.put(meeting_point)
     engine = launcher.join(meeting_point or addresses.get(timeout=DEADLINE_SECONDS))
-    report = train_and_report(engine)
+    report = train_and_report(engine, uneven)
     engine.close()
     store = shared_store(rank, addresses)
     report["late"] = wait_for_rank_zero(rank, store, "late", SHORT_SECONDS)
@@ -114,21 +115,38 @@ def one_sequence(whole):
     return replace(whole, groups=(replace(first, loss_mask=mask),))
 
 
-def train_and_report(engine):
+def train_and_report(engine, uneven):
     gradients = {name: gradient.numpy() for name, gradient in engine.gradients(batch()).items()}
     alone = {name: gradient.numpy() for name, gradient in engine.gradients(one_sequence(batch(1))).items()}
+    algorithms = {
+        name: {parameter: gradient.numpy() for parameter, gradient in engine.gradients(uneven, algorithm).items()}
+        for name, algorithm in ALGORITHMS.items()
+    }
     outcomes = [engine.train(batch(mini_batches=2, epochs=2)), engine.train(poisoned(batch()))]
     weights = {name: parameter.full_tensor().detach().numpy() for name, parameter in engine.named_parameters()}
     heard = engine.broadcast(b"\x00x" * 100_000 if engine.rank == 0 else None)
     empty = engine.broadcast(b"" if engine.rank == 0 else None)
     figures = [(outcome.updates, outcome.bad_updates, dict(outcome.metrics)) for outcome in outcomes]
-    return {"gradients": gradients, "alone": alone, "outcomes": figures, "weights": weights, "heard": (len(heard), empty)}
+    return {
+        "gradients": gradients,
+        "alone": alone,
+        "algorithms": algorithms,
+        "outcomes": figures,
+        "weights": weights,
+        "heard": (len(heard), empty),
+    }
 
 
 @pytest.fixture(scope="module")
-def expected(model):
+def uneven(model):
     with engine_of_one_rank(model, config()) as engine:
-        return train_and_report(engine)
+        return uneven_batch(engine)
+
+
+@pytest.fixture(scope="module")
+def expected(model, uneven):
+    with engine_of_one_rank(model, config()) as engine:
+        return train_and_report(engine, uneven)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -137,6 +155,13 @@ def test_two_ranks_have_the_gradient_of_one(reports, expected, rank, kind):
     assert any(gradient.any() for gradient in expected[kind].values())
     for name, gradient in expected[kind].items():
         torch.testing.assert_close(torch.tensor(reports[rank][kind][name]), torch.tensor(gradient), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_ranks_have_the_gradient_of_one_under_every_algorithm(reports, expected, name):
+    whole = expected["algorithms"][name]
+    assert any(gradient.any() for gradient in whole.values())
+    assert max(distance(reports[rank]["algorithms"][name], whole) for rank in (0, 1)) <= 1e-5
 
 
 @pytest.mark.parametrize("rank", [0, 1])

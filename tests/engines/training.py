@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,12 @@ def config(**sections: dict[str, Any]) -> Config:
     return Config.model_validate(base)
 
 
-def group(row: int, *, seed: int = 0, size: int = 4) -> ScoredGroup:
-    """Random tokens, lengths 0 … 9, versions 0 … 3, a few untrainable tokens, and now and then a member without a reward."""
+def group(row: int, *, seed: int = 0, size: int = 4, longest: int = 9) -> ScoredGroup:
+    """Random tokens, lengths 0 … 9 and one of `longest`, versions 0 … 3, a few untrainable tokens, and now and then a member
+    without a reward."""
     random = np.random.default_rng((seed, row))
     lengths = random.integers(0, 10, size).astype(np.int32)
-    lengths[0] = 5
+    lengths[0], lengths[-1] = 5, lengths[-1] if longest == 9 else longest
     total = int(lengths.sum())
     rewards = random.random(size).astype(np.float32)
     rewards[1:][random.random(size - 1) < 0.2] = np.nan
@@ -63,6 +65,26 @@ def group(row: int, *, seed: int = 0, size: int = 4) -> ScoredGroup:
 def batch(groups: int = 6, *, mini_batches: int = 1, epochs: int = 1, learning_rate: float = 1e-2, seed: int = 0) -> TrainBatch:
     made = tuple(group(row, seed=seed) for row in range(groups))
     return TrainBatch(1, 3, learning_rate, made, cut_minibatches(groups, mini_batches), epochs)
+
+
+def uneven_batch(engine: Any) -> TrainBatch:
+    """Responses of 0 to 90 tokens, sampled as by policies near the engine's, some nearer than others."""
+    made = [group(row, seed=5, longest=longest) for row, longest in enumerate((9, 90, 1, 40, 9, 9))]
+    whole = TrainBatch(1, 3, 1e-2, tuple(made), cut_minibatches(len(made), 1), 1)
+    own_BT, random = engine.log_probs(whole).numpy(), np.random.default_rng(11)
+    rows = iter(own_BT)
+    for index, each in enumerate(made):
+        log_probs = np.concatenate([next(rows)[:length] for length in each.lengths])
+        scale = np.repeat(random.choice([0.05, 0.4], len(each.lengths)), each.lengths)
+        noisy = (log_probs + scale * random.normal(size=len(scale))).astype(np.float32)
+        made[index] = replace(each, log_probs=noisy)
+    return replace(whole, groups=tuple(made))
+
+
+def distance(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
+    """Between two gradients, relative to the second: the L2 norm over all parameters."""
+    apart = sum(float(((np.asarray(found[name]) - np.asarray(whole)) ** 2).sum()) for name, whole in expected.items())
+    return math.sqrt(apart / sum(float((np.asarray(whole) ** 2).sum()) for whole in expected.values()))
 
 
 def poisoned(whole: TrainBatch, index: int = 0) -> TrainBatch:

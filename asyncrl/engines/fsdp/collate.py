@@ -5,6 +5,7 @@ B responses (members of all groups, in order), T positions of the longest respon
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,14 @@ Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class StepArrays:
     """tokens int64: prompt and response of each sequence, end to end; starts_B: where each begins; prompt_lengths_B; groups_B:
-    index of each response's group; the rest [B, T] by response position: mask bool, behaviour float32, staleness int64 ≥ 0."""
+    index of each response's group; ids_B int64: a number of each response's own, whatever else is in the batch; the rest [B, T]
+    by response position: mask bool, behaviour float32, staleness int64 ≥ 0."""
 
     tokens: Ints
     starts_B: Ints
     prompt_lengths_B: Ints
     groups_B: Ints
+    ids_B: Ints
     rewards_B: torch.Tensor
     mask_BT: torch.Tensor
     behaviour_BT: torch.Tensor
@@ -65,6 +68,7 @@ def collate_step(groups: Sequence[ScoredGroup], version: int) -> StepArrays:
         starts_B=np.cumsum(totals_B) - totals_B,
         prompt_lengths_B=prompt_lengths_B,
         groups_B=groups_B,
+        ids_B=np.array([_response_id(group, member) for group in groups for member in range(len(group.lengths))], np.int64),
         rewards_B=torch.from_numpy(_joined([group.rewards for group in groups]).astype(np.float32)),
         mask_BT=padded(_joined([group.loss_mask for group in groups]), np.bool_),
         behaviour_BT=padded(_joined([group.log_probs for group in groups]), np.float32),
@@ -91,6 +95,12 @@ def micro_inputs(arrays: StepArrays, sequences: Sequence[int], mask_bt: torch.Te
     columns_N = prompts_b[rows_N] + positions_N - 1
     targets_N = arrays.tokens[starts_b[rows_N] + columns_N + 1]
     return MicroInputs(*(torch.from_numpy(values) for values in (input_ids, rows_N, columns_N, targets_N)))
+
+
+def _response_id(group: ScoredGroup, member: int) -> int:
+    """A hash of 64 bits."""
+    digest = hashlib.blake2b(f"{group.id}/{member}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _sequences(groups: Sequence[ScoredGroup], prompt_lengths_B: Ints, lengths_B: Ints) -> Ints:

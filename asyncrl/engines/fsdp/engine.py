@@ -16,15 +16,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.algorithms.advantages import RewardBatch, estimate
 from asyncrl.algorithms.aggregation import response_coefficients
+from asyncrl.algorithms.corrections import denominator_mask
 from asyncrl.algorithms.proximal import PROXIMALS
 from asyncrl.algorithms.reports import correction_metrics
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.engines.fsdp import state
 from asyncrl.engines.fsdp.collate import collate_step, input_lengths
 from asyncrl.engines.fsdp.model import PolicyModel
 from asyncrl.engines.fsdp.process_group import RankGroup
 from asyncrl.engines.fsdp.saving import Saver, Saves
-from asyncrl.engines.fsdp.update import MicroSums, StepWork, micro_loss, policy_log_probs, view
+from asyncrl.engines.fsdp.update import (
+    Decided,
+    MicroSums,
+    StepWork,
+    decide,
+    judges_mini_batches,
+    micro_loss,
+    policy_log_probs,
+    view,
+)
 from asyncrl.errors import CheckpointError
 from asyncrl.protocols import StepOutcome, TrainBatch
 from asyncrl.scheduling.microbatches import MicroBatch, plan_microbatches
@@ -32,19 +42,24 @@ from asyncrl.scheduling.microbatches import MicroBatch, plan_microbatches
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """One optimizer update: this rank's micro-batches, the coefficient of every token of a response, the trainable tokens of all
-    ranks together. The last two come from the whole mini-batch, so every rank has the same."""
+    """One optimizer update. micro_batches: this rank's; the rest comes from the whole mini-batch, so every rank has the same:
+    chosen_B, its responses; coefficients_B, of every token of a response; tokens, the trainable ones; left, those of them that
+    the correction keeps; decided, where the mini-batch is judged as a whole."""
 
     micro_batches: list[MicroBatch]
+    chosen_B: torch.Tensor
     coefficients_B: torch.Tensor
     tokens: int
+    left: int
+    decided: Decided | None = None
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Figures of an update that was made (`finite`) or skipped, the same on every rank."""
+    """Figures of an update, the same on every rank. finite: its loss and gradient are; made: the weights moved."""
 
     finite: bool
+    made: bool
     grad_norm: float
     scalars: dict[str, float]
     correction: torch.Tensor
@@ -60,6 +75,7 @@ class FsdpEngine:
     def __init__(self, config: Config, policy: PolicyModel, group: RankGroup, device: torch.device, saves: Saves | None = None):
         """saves: how its state lies in files; None for an engine that is never saved or loaded."""
         self._config, self._group, self._device, self._saves = config, group, device, saves
+        self._algorithm = config.algorithm
         full = dict(policy.named_parameters()) if group.rank == 0 and group.world_size > 1 else {}
         self._policy = _shard(policy, config, group, device)
         _spread(self._policy, full, group)
@@ -146,17 +162,21 @@ class FsdpEngine:
         for parameter_group in self._optimizer.param_groups:
             parameter_group["lr"] = batch.learning_rate
         began = time.thread_time()
-        if PROXIMALS[self._config.algorithm.proximal].recomputes and len(plans) * batch.epochs > 1:
-            self._recompute_proximal(work, plans)
+        plans = self._anchor(work, plans, updates=len(plans) * batch.epochs)
         results = [self._update(work, plan) for _ in range(batch.epochs) for plan in plans]
         outcome = _outcome(results, passes=batch.epochs, tokens=int(work.mask_host_BT.sum()))
         spent = float(self._group.sum(torch.tensor([time.thread_time() - began], device=self._device)))
         return replace(outcome, metrics={**outcome.metrics, "time/compute_cpu_s": spent})
 
-    def gradients(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Whole gradients of the batch's first mini-batch, without an update: for comparing cuts, ranks and algorithms."""
-        work, plans = self._prepare(batch)
-        self._backward(work, plans[0])
+    def gradients(self, batch: TrainBatch, algorithm: AlgorithmConfig | None = None) -> dict[str, torch.Tensor]:
+        """Whole gradients of the batch's first mini-batch, without an update: for comparing cuts, ranks and algorithms.
+        algorithm: in place of the configuration's, for this once."""
+        before, self._algorithm = self._algorithm, algorithm or self._algorithm
+        try:
+            work, plans = self._prepare(batch)
+            self._backward(work, self._anchor(work, plans[:1], updates=1)[0])
+        finally:
+            self._algorithm = before
         found = {name: parameter.grad.full_tensor().clone() for name, parameter in self.named_parameters()}
         self._optimizer.zero_grad(set_to_none=True)
         return found
@@ -195,7 +215,7 @@ class FsdpEngine:
         config = self._config
         arrays = collate_step(batch.groups, batch.version)
         rewards = RewardBatch(arrays.rewards_B, torch.from_numpy(arrays.groups_B), arrays.mask_BT)
-        advantages_BT, mask_BT = estimate(config.algorithm.advantage, rewards)
+        advantages_BT, mask_BT = estimate(self._algorithm.advantage, rewards)
         lengths_B = input_lengths(arrays, mask_BT)
         on_device = (values.to(self._device) for values in (mask_BT, advantages_BT, arrays.behaviour_BT, arrays.staleness_BT))
         work = StepWork(arrays, lengths_B, mask_BT, *on_device)
@@ -210,12 +230,36 @@ class FsdpEngine:
             plan = plan_microbatches(
                 lengths_B[sequences].tolist(), budget_tokens=config.training.microbatch_tokens, ranks=self.world_size
             )[self.rank]
-            coefficients_B = response_coefficients(
-                config.algorithm.loss.aggregation, tokens_B, max_response_tokens=config.rollout.max_response_tokens
-            )
-            mine = [tuple(sequences[list(cut)].tolist()) for cut in plan]
-            plans.append(UpdatePlan(mine, coefficients_B.to(self._device), int(tokens_B.sum())))
+            mine, tokens = [tuple(sequences[list(cut)].tolist()) for cut in plan], int(tokens_B.sum())
+            plans.append(UpdatePlan(mine, chosen_B.to(self._device), self._coefficients(tokens_B), tokens, tokens))
         return work, plans
+
+    def _coefficients(self, tokens_B: torch.Tensor) -> torch.Tensor:
+        config = self._config
+        values = response_coefficients(
+            self._algorithm.loss.aggregation, tokens_B, max_response_tokens=config.rollout.max_response_tokens
+        )
+        return values.to(self._device)
+
+    def _anchor(self, work: StepWork, plans: list[UpdatePlan], *, updates: int) -> list[UpdatePlan]:
+        """Before the first of so many updates: lp_prox where it takes a forward pass of its own, and what is decided over each
+        mini-batch as a whole."""
+        algorithm = self._algorithm
+        as_wholes = judges_mini_batches(algorithm)
+        if PROXIMALS[algorithm.proximal].recomputes and (updates > 1 or as_wholes):
+            self._recompute_proximal(work, plans)
+        if not as_wholes:
+            return plans
+        if work.proximal_BT is not None:
+            work.proximal_BT = self._group.sum(work.proximal_BT)
+        return [self._decided(work, plan) for plan in plans]
+
+    def _decided(self, work: StepWork, plan: UpdatePlan) -> UpdatePlan:
+        algorithm = self._algorithm
+        decided = decide(work, plan.chosen_B, algorithm)
+        counted_BT = denominator_mask(algorithm.correction, work.mask_BT & plan.chosen_B[:, None], decided.corrected)
+        left = int(decided.corrected.mask_BT.sum())
+        return replace(plan, coefficients_B=self._coefficients(counted_BT.sum(1)), left=left, decided=decided)
 
     @torch.no_grad()
     def _recompute_proximal(self, work: StepWork, plans: list[UpdatePlan]) -> None:
@@ -240,13 +284,14 @@ class FsdpEngine:
         sums = []
         for micro_batch in plan.micro_batches:
             micro = view(work, micro_batch, self._device)
-            loss, found = micro_loss(self._policy, work, micro, plan.coefficients_B, self._config.algorithm, levels)
+            loss, found = micro_loss(self._policy, work, micro, plan.coefficients_B, self._algorithm, levels, plan.decided)
             (loss * self.world_size).backward()  # FSDP averages over ranks; the loss's terms are to be summed
             sums.append(found)
         return sums
 
     def _update(self, work: StepWork, plan: UpdatePlan) -> UpdateResult:
-        """Backward, clip, step; nothing but the count where loss or gradient is not finite, on every rank alike."""
+        """Backward, clip, step. Where loss or gradient is not finite, or no token is left to train, the weights stay, on every
+        rank alike."""
         sums = self._backward(work, plan)
         names = list(sums[0].scalars)
         scalars = torch.stack([torch.stack(list(found.scalars.values())) for found in sums]).sum(0)
@@ -258,11 +303,12 @@ class FsdpEngine:
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         values = dict(zip(names, scalars.tolist(), strict=True))
         finite = math.isfinite(grad_norm) and math.isfinite(values["loss/policy"])
-        if finite:
+        made = finite and plan.left > 0
+        if made:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         shares = {name: value if name == "loss/policy" else value / plan.tokens for name, value in values.items()}
-        return UpdateResult(finite, grad_norm, shares, correction, self._group.largest(largest))
+        return UpdateResult(finite, made, grad_norm, shares, correction, self._group.largest(largest))
 
 
 def _shard(policy: PolicyModel, config: Config, group: RankGroup, device: torch.device) -> PolicyModel:
@@ -291,15 +337,16 @@ def _spread(policy: PolicyModel, full: dict[str, torch.Tensor], group: RankGroup
 
 
 def _outcome(results: list[UpdateResult], *, passes: int, tokens: int) -> StepOutcome:
-    """Metrics: means over the updates that were made; the correction's over the first pass; tokens counted once, not per pass."""
-    made = [result for result in results if result.finite]
-    metrics = {"tokens/trained": float(tokens if made else 0)}
-    if made:
-        for name in made[0].scalars:
-            metrics[name] = sum(result.scalars[name] for result in made) / len(made)
-        metrics["grad/norm"] = sum(result.grad_norm for result in made) / len(made)
+    """Metrics: means over the finite updates; the correction's over the first pass; tokens counted once, not per pass."""
+    finite = [result for result in results if result.finite]
+    metrics = {"tokens/trained": float(tokens if any(result.made for result in results) else 0)}
+    if finite:
+        for name in finite[0].scalars:
+            metrics[name] = sum(result.scalars[name] for result in finite) / len(finite)
+        metrics["grad/norm"] = sum(result.grad_norm for result in finite) / len(finite)
         first = [result for result in results[: len(results) // passes] if result.finite]
         if first:
             sums = torch.stack([result.correction for result in first]).sum(0)
             metrics |= correction_metrics(sums, torch.stack([result.largest for result in first]).amax(0))
-    return StepOutcome(updates=len(made), bad_updates=len(results) - len(made), metrics=metrics)
+    updates = sum(result.made for result in results)
+    return StepOutcome(updates=updates, bad_updates=len(results) - len(finite), metrics=metrics)

@@ -1,0 +1,51 @@
+"""Every loss, aggregation and correction that the engine runs, with bounds that random batches lie on both sides of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.algorithms.aggregation import AGGREGATIONS
+from asyncrl.algorithms.corrections import CORRECTIONS
+from asyncrl.algorithms.losses import LOSSES, loss_needs
+from asyncrl.config.schema import AlgorithmConfig
+
+LOSS_PARAMETERS: dict[str, dict[str, Any]] = {
+    "dro": {"beta": 0.1},
+    "clip_cov": {"low": -5.0, "high": 5.0, "ratio": 0.1},
+    "kl_cov": {"ratio": 0.1},
+    "m2po": {"tau": 0.02},
+    "cispo": {"cap": 1.2},
+    "dppo_tv": {"delta": 0.01},
+    "dppo_kl": {"delta": 0.001},
+}
+CORRECTION_PARAMETERS: dict[str, dict[str, Any]] = {
+    "geo_mis": {"low": 0.5, "high": 1.2},
+    "geo_mis_token_tis": {"low": 0.5, "high": 1.2},
+    "geo_mis_seq_tis": {"low": 0.5, "high": 1.2},
+    "token_icepop": {"low": 0.9, "high": 1.2},
+    "k3_mask": {"high": 0.03},
+    "k3_mask_token_tis": {"high": 0.05},
+    "k3_mask_seq_tis": {"high": 0.05, "denominator": "all"},
+    "veto": {"veto": 0.6},
+    "general": {"level": "segment", "reject": [{"by": "seq_max", "figure": "k2", "high": 0.5}], "batch_normalize": True},
+}
+
+
+def _algorithm(**parts: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(parts)
+
+
+def _loss(name: str, **more: Any) -> AlgorithmConfig:
+    """Against the behaviour policy where it may be, so that its ratio is not 1."""
+    loss = {"name": name, **LOSS_PARAMETERS.get(name, {}), **more}
+    needs = loss_needs(_algorithm(loss=loss, correction="none").loss)
+    proximal = "behave" if "behave" in needs.proximals and needs.anchor != "none" else "recompute"
+    return _algorithm(loss=loss, correction="none", proximal=proximal)
+
+
+ALGORITHMS: dict[str, AlgorithmConfig] = (
+    {name: _loss(name) for name in LOSSES}
+    | {name: _loss("ppo_clip", aggregation=name) for name in AGGREGATIONS}
+    | {name: _algorithm(correction={"name": name, **CORRECTION_PARAMETERS.get(name, {})}) for name in CORRECTIONS}
+    | {"several at once": _algorithm(loss={"name": "clip_cov", **LOSS_PARAMETERS["clip_cov"]}, correction={"name": "seq_mis"})}
+)
