@@ -19,8 +19,11 @@ from asyncrl.config.walk import names_of, nearest, node
 from asyncrl.errors import UserError
 
 KINDS = {"advantage": Advantage, "loss": Loss, "correction": Correction}
-WITHOUT_SENTENCE = {"proximal": "anchor of the trust region", "kl": "divergence per token", "aggregation": "from tokens to a
-loss"}
+WITHOUT_SENTENCE = {
+    "proximal": "Anchor of the trust region.",
+    "aggregation": "From token values to one loss, over the global batch.",
+    "kl": "Divergence from the reference per token; with + the gradient is k2's.",
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ def every_name() -> Iterator[Known]:
 
 
 def overview(everything: list[Known]) -> str:
-    rows = [(known.kind, known.name, ", ".join(known.needs) or "-", "yes" if known.in_runs else "not yet") for known in
-    everything]
+    runs = {True: "yes", False: "not yet"}
+    rows = [(known.kind, known.name, ", ".join(known.needs) or "-", runs[known.in_runs]) for known in everything]
     return "\n".join(
         [
             table(("kind", "name", "needs", "in runs"), rows),

@@ -264,10 +264,11 @@ def test_log_ratios_and_their_sums_are_clamped_at_twenty(name, params, up):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_draw_of_clip_cov_is_that_of_the_hash(seed):
     batch = random_batch(seed, groups=30)
-    mini_batch = MiniBatch(*map(tensor, (batch.proximal, batch.behaviour, batch.advantages, batch.mask, batch.ids - 20_000_000)))
+    ids = batch.ids - 20_000_000  # of either sign
+    mini_batch = MiniBatch(*map(tensor, (batch.proximal, batch.behaviour, batch.advantages, batch.mask, ids)))
     entry = ClipCov(low=0.0, ratio=0.05, seed=2**63 - 1 - seed)
-    chosen = reference.clip_cov_selection(batch.proximal, batch.advantages, batch.mask, batch.ids - 20_000_000, 0.0, 5.0, 0.05,
-    entry.seed) assert chosen.sum() == int(0.05 * batch.mask.sum()) > 5
+    chosen = reference.clip_cov_selection(batch.proximal, batch.advantages, batch.mask, ids, 0.0, 5.0, 0.05, entry.seed)
+    assert chosen.sum() == int(0.05 * batch.mask.sum()) > 5
     assert np.array_equal(select(entry, mini_batch), chosen)
 
 

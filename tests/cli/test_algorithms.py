@@ -34,8 +34,8 @@ def test_a_name_has_its_parameters_with_defaults_and_its_paper() -> None:
     assert "arXiv 1707.06347" in found["source"]
     (high,) = [item for item in found["parameters"] if item["name"] == "clip_high"]
     assert (high["default"], high["takes"]) == ("0.28", "a number, above 0")
-    (beta,) = [item for item in asyncrl("algorithms", "dro", "--json").json["algorithms"][0]["parameters"] if item["name"] ==
-    "beta"] assert beta["default"] == "required"
+    (dro,) = asyncrl("algorithms", "dro", "--json").json["algorithms"]
+    assert {item["name"]: item["default"] for item in dro["parameters"]}["beta"] == "required"
 
 
 def test_a_name_of_two_kinds_is_explained_twice() -> None:
