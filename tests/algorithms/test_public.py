@@ -12,7 +12,10 @@ import torch
 import asyncrl.algorithms as algorithms
 from asyncrl.algorithms import advantage, correction, gae, kl, policy_loss
 from asyncrl.algorithms.custom import REGISTERED
+from asyncrl.config.load import load_mapping
 from asyncrl.errors import UserError
+from asyncrl.pipeline.preflight import preflight
+from tests.config.samples import MINIMAL
 
 HERE = "tests.algorithms.user_functions"
 ONES, MASK = torch.ones(2, 3), torch.ones(2, 3)
@@ -232,3 +235,23 @@ def test_a_name_is_not_taken_from_another_function():
 def test_the_room_loads_no_torch_until_a_call_is_named():
     code = "import sys, asyncrl.algorithms as a; assert 'torch' not in sys.modules; a.kl; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (f"algorithm.loss={{name: '{HERE}:squared', power: 3}}", None),
+        (f"algorithm.loss={{name: '{HERE}:squared', powr: 3}}", "unexpected keyword argument 'powr'"),
+        (f"algorithm.advantage='{HERE}:missing'", "which tests.algorithms.user_functions does not define"),
+        ("algorithm.correction='no.such.module:fn'", "importing no.such.module raised"),
+    ],
+)
+def test_a_function_named_in_a_file_is_held_against_its_parameters_before_anything_starts(override, words):
+    loaded = load_mapping(MINIMAL, [override])
+    if words is None:
+        preflight(loaded, starts=False)
+        return
+    with pytest.raises(UserError) as caught:
+        preflight(loaded, starts=False)
+    assert words in str(caught.value)
+    assert override.partition("=")[0] in str(caught.value)
