@@ -56,8 +56,8 @@ def too_much_dropped(metrics: Mapping[str, float]) -> str | None:
     if lost <= 0.5:
         return None
     return (
-        f"the correction dropped {lost:.0%} of the trainable tokens: widen its bounds, lower rollout.max_staleness, or use one that "
-        "weighs, such as staleness_tis"
+        f"the correction dropped {lost:.0%} of the trainable tokens: widen its bounds, lower rollout.max_staleness, or use one "
+        "that weighs, such as staleness_tis"
     )
 
 

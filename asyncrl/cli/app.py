@@ -203,8 +203,7 @@ def algorithms(
     ] = None,
     json: AsJson = False,
 ) -> int:
-    """Show every advantage, policy loss, correction, proximal policy, aggregation and KL estimator, and what each needs of a
-    run."""
+    """Show every advantage, loss, correction, proximal policy, aggregation and KL estimator, and what each needs of a run."""
     from asyncrl.cli.algorithms import algorithms
 
     return algorithms(name, as_json=json)

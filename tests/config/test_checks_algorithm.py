@@ -1,5 +1,4 @@
-"""Combinations of advantage, loss, correction and proximal policy that cannot work are refused with the reason; all others
-pass."""
+"""Combinations of advantage, loss, correction and proximal policy that cannot work are refused; all others pass."""
 
 from __future__ import annotations
 
