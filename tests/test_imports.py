@@ -29,6 +29,8 @@ def loaded_by(code: str) -> str:
         "import asyncrl.config, asyncrl.config.checks, asyncrl.config.plan, asyncrl.config.explain",
         "import asyncrl; asyncrl.Pipeline",
         "import asyncrl.cli.launching, asyncrl.cli.watching, asyncrl.cli.samples, asyncrl.cli.auditing",
+        "import asyncrl.algorithms",
+        "from asyncrl.cli.algorithms import algorithms; algorithms(None, as_json=False)",
         "import asyncrl; asyncrl.Pipeline.from_yaml('pipelines/quickstart.yaml')",
         "import asyncrl.transport.rpc, asyncrl.ledger.audit, asyncrl.services.supervisor",
     ],

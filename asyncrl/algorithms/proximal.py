@@ -21,12 +21,10 @@ class ProximalInputs:
 
 @dataclass(frozen=True)
 class Proximal:
-    """`log_probs` gives lp_prox; `recomputes` says that a batch of more than one update needs a forward pass before the first;
-    `follows` says that lp_prox moves with the current policy, so that it is not known before a micro-batch's forward pass."""
+    """`log_probs` gives lp_prox; `recomputes` says that a batch of more than one update needs a forward pass before the first."""
 
     log_probs: Callable[[ProximalInputs], torch.Tensor]
     recomputes: bool = False
-    follows: bool = False
 
 
 def recompute(inputs: ProximalInputs) -> torch.Tensor:
@@ -58,6 +56,6 @@ def loglinear(inputs: ProximalInputs) -> torch.Tensor:
 PROXIMALS: dict[str, Proximal] = {
     "recompute": Proximal(recompute, recomputes=True),
     "behave": Proximal(behave),
-    "loglinear": Proximal(loglinear, follows=True),
+    "loglinear": Proximal(loglinear),
 }
 """Value of `algorithm.proximal` to its definition."""

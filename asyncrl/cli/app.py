@@ -195,6 +195,20 @@ def export(
     return export(source, to, dtype=dtype, test=test, trust_remote_code=trust_remote_code, as_json=json)
 
 
+@app.command(short_help="Show estimators, losses and corrections.")
+def algorithms(
+    name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="[NAME]", help="One of them: its formula, parameters, defaults and source."),
+    ] = None,
+    json: AsJson = False,
+) -> int:
+    """Show every advantage, loss, correction, proximal policy, aggregation and KL estimator, and what each needs of a run."""
+    from asyncrl.cli.algorithms import algorithms
+
+    return algorithms(name, as_json=json)
+
+
 @app.command(short_help="Serve a model with the embedded engine.")
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a hub name, or a built-in.")],

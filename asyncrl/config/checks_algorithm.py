@@ -20,8 +20,7 @@ def check_group_size(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "rollout.group_size",
             f"rollout.group_size is 1, but {advantage.name} compares the responses of a group, and every advantage would be "
-            "0: raise "
-            "rollout.group_size to at least 2, or set algorithm.advantage to reinforce_pp and training.filter to keep",
+            "0: raise rollout.group_size to at least 2, or set algorithm.advantage to reinforce_pp and training.filter to keep",
         )
 
 

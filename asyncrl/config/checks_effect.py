@@ -160,6 +160,11 @@ def parameters_without_effect(config: Config) -> Iterator[str]:
             )
     if config.rollout.max_staleness == 0 and "decay" in _written(correction):
         yield "algorithm.correction.decay does nothing: with rollout.max_staleness 0 no token is stale"
+    if config.algorithm.advantage.name == "gpg" and training.filter != "keep":
+        yield (
+            f"algorithm.advantage gpg scales nothing up: training.filter {training.filter} leaves only groups whose rewards "
+            "differ, and its factor is 1"
+        )
     if "denominator" in _written(correction) and not correction.needs.drops:
         yield f"algorithm.correction.denominator does nothing: {correction.name} drops no token"
     if config.rollout.max_staleness == 0 and config.rollout.on_stale != "mask":

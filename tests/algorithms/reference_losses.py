@@ -59,7 +59,7 @@ def gmpo(lp, prox, beh, A, w, m, clip_low=0.4, clip_high=0.4):
         bounded = np.clip(x, -clip_low, clip_high)
         chosen = sign * np.minimum(sign * x, sign * bounded)
         through = np.where(sign * x <= sign * bounded, 1.0, 0.0) * moves(lp, prox)[b]
-        weight = np.exp(np.log(w[b][m[b]]).mean())
+        weight = np.prod(w[b][m[b]]) ** (1 / m[b].sum())
         value[b] = -a * np.exp(chosen[m[b]].mean()) * weight
         gradient[b] = value[b] * through  # len tokens carry the value, and each moves the mean by 1/len
     return value, gradient

@@ -71,9 +71,7 @@ def expected(name, batch, **params):
 def plain(rewards, groups=None, mask=None, dtype=torch.float64, name="grpo", **params):
     groups = [0] * len(rewards) if groups is None else groups
     mask = torch.ones(len(rewards), 2) if mask is None else torch.tensor(mask)
-    return advantage(
-        name, rewards=torch.tensor(rewards, dtype=dtype), mask=mask, group_ids=torch.tensor(groups), **params
-    )
+    return advantage(name, rewards=torch.tensor(rewards, dtype=dtype), mask=mask, group_ids=torch.tensor(groups), **params)
 
 
 def test_every_estimator_is_held_against_its_formula():

@@ -8,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.algorithms import correction as public_correction
 from asyncrl.algorithms import policy_loss
 from asyncrl.algorithms.aggregation import AGGREGATIONS, response_coefficients
+from asyncrl.algorithms.corrections import CorrectionInputs, correct, denominator_mask, importance_ratio
 from asyncrl.algorithms.losses import LOSSES, LossInputs, MiniBatch, select, token_loss
-from asyncrl.config.entries import ClipCov, KlCov, Loss, M2po, PpoClip, entries_of
+from asyncrl.config.entries import ClipCov, Correction, KlCov, Loss, M2po, PpoClip, entries_of
 from tests.algorithms import reference_losses as reference
 from tests.algorithms.batches import DTYPES, TOLERANCE, random_batch, tensor
 
@@ -212,6 +214,44 @@ def test_any_cut_into_micro_batches_sums_to_the_same_loss_and_gradient(seed, cas
     np.testing.assert_allclose(gradient, whole_gradient, atol=1e-12)
 
 
+@pytest.mark.parametrize("denominator", ["kept", "all"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("correction", ["seq_mis", "k3_mask_token_tis", "veto"])
+def test_with_dropped_responses_any_cut_sums_to_the_same_gradient(correction, aggregation, denominator):
+    """The mini-batch is corrected as a whole; what stays gives the mask, what it says the denominator."""
+    bounds = {"seq_mis": {}, "k3_mask_token_tis": {"high": 0.04}, "veto": {"veto": 0.7}}[correction]
+    entry = entries_of(Correction)[correction].model_validate({"denominator": denominator, **bounds})
+    batch = random_batch(3, groups=8, spread=0.3)
+    mask, proximal, behaviour = tensor(batch.mask), tensor(batch.proximal), tensor(batch.behaviour)
+    ratio = importance_ratio(proximal, behaviour, mask)
+    corrected = correct(entry, CorrectionInputs(ratio, tensor(batch.staleness), mask))
+    lengths = denominator_mask(entry, mask, corrected).sum(1)
+    coefficients = response_coefficients(aggregation, lengths, max_response_tokens=mask.shape[1])
+    results = []
+    for cuts in (1, 2, 5, len(batch.mask)):
+        log_probs = tensor(batch.log_probs).requires_grad_()
+        for rows in np.array_split(np.arange(len(batch.mask)), cuts):
+            fields = (log_probs, proximal, behaviour, tensor(batch.advantages), corrected.weights_BT, corrected.mask_BT)
+            values = token_loss(PpoClip(), LossInputs(*(field[rows] for field in fields))).values_BT
+            (values * coefficients[rows, None]).sum().backward()
+        results.append(log_probs.grad)
+    weights, kept, _ = public_correction(
+        {"name": correction, **bounds}, proximal_log_probs=proximal, behaviour_log_probs=behaviour, mask=mask
+    )
+    assert 0 < kept.any(1).sum() < mask.any(1).sum()
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], atol=1e-12)
+    if denominator == "kept":
+        log_probs = tensor(batch.log_probs).requires_grad_()
+        policy_loss(
+            "ppo_clip", log_probs=log_probs, old_log_probs=proximal, advantages=tensor(batch.advantages), mask=kept,
+            weights=weights, aggregation=aggregation,
+        )[0].backward()  # fmt: skip
+        np.testing.assert_allclose(log_probs.grad, results[0], atol=1e-12)
+    else:
+        assert torch.count_nonzero(results[0][~kept]) == 0
+
+
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in (*WEIGHTLESS, "clip_cov", "kl_cov")])
 def test_the_public_call_on_parts_adds_up_with_the_whole_batch_s_normalizer(name):
     batch = random_batch(4, spread=0.3)
@@ -264,9 +304,10 @@ def test_log_ratios_and_their_sums_are_clamped_at_twenty(name, params, up):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_draw_of_clip_cov_is_that_of_the_hash(seed):
     batch = random_batch(seed, groups=30)
-    mini_batch = MiniBatch(*map(tensor, (batch.proximal, batch.behaviour, batch.advantages, batch.mask, batch.ids - 20_000_000)))
+    ids = batch.ids - 20_000_000  # of either sign
+    mini_batch = MiniBatch(*map(tensor, (batch.proximal, batch.behaviour, batch.advantages, batch.mask, ids)))
     entry = ClipCov(low=0.0, ratio=0.05, seed=2**63 - 1 - seed)
-    chosen = reference.clip_cov_selection(batch.proximal, batch.advantages, batch.mask, batch.ids - 20_000_000, 0.0, 5.0, 0.05, entry.seed)
+    chosen = reference.clip_cov_selection(batch.proximal, batch.advantages, batch.mask, ids, 0.0, 5.0, 0.05, entry.seed)
     assert chosen.sum() == int(0.05 * batch.mask.sum()) > 5
     assert np.array_equal(select(entry, mini_batch), chosen)
 

@@ -20,7 +20,7 @@ def grpo(entry: Grpo, batch: RewardBatch) -> torch.Tensor:
 def rloo(entry: Rloo, batch: RewardBatch) -> torch.Tensor:
     """n/(n − 1)·(R − mean_g): R less the mean of the others.
 
-    RLOO, arXiv 2402.14740 section 2.
+    RLOO, arXiv 2402.14740.
     """
     group = group_statistics(batch.rewards_B, batch.groups_B)
     value_B = group.centred_B * group.count_B / (group.count_B - 1).clamp(min=1)
@@ -84,7 +84,7 @@ def grpo_passk(entry: GrpoPassk, batch: RewardBatch) -> torch.Tensor:
 def gdpo(entry: Gdpo, batch: RewardBatch) -> torch.Tensor:
     """x = Σ_k weight_k·grpo(component k), then (x − mean_B)/(std_B + 1e-6) over the scored responses, std with ddof 1.
 
-    GDPO, arXiv 2601.05242 eq. 4 to 6. A response is scored when its reward and all its components are finite. Where all x are
+    GDPO, arXiv 2601.05242. A response is scored when its reward and all its components are finite. Where all x are
     equal, or there is one, the advantage is 0.
     """
     assert batch.components_BK is not None

@@ -13,7 +13,7 @@ def reinforce_pp(entry: ReinforcePp, batch: RewardBatch) -> torch.Tensor:
     """R on the last trainable token; return_t = r_t + γ·return_{t+1}, masked tokens skipped; whitened over the batch's trainable
     tokens: (x − mean)/sqrt(var_ddof1 + 1e-8).
 
-    REINFORCE++, arXiv 2501.03262 section 3.
+    REINFORCE++, arXiv 2501.03262.
     """
     after_BT = batch.mask_BT.flip(1).cumsum(1).flip(1) - 1  # trainable tokens after this one
     gamma = torch.as_tensor(entry.gamma, dtype=torch.float64, device=batch.mask_BT.device)
@@ -24,7 +24,7 @@ def reinforce_pp(entry: ReinforcePp, batch: RewardBatch) -> torch.Tensor:
 def reinforce_pp_baseline(entry: ReinforcePpBaseline, batch: RewardBatch) -> torch.Tensor:
     """R − mean_g on every token (0 where the group's rewards are all equal), whitened over the batch's trainable tokens.
 
-    REINFORCE++-baseline, arXiv 2501.03262 section 3.
+    REINFORCE++-baseline, arXiv 2501.03262.
     """
     group = group_statistics(batch.rewards_B, batch.groups_B)
     centred_B = masked(group.centred_B, group.differs_B)

@@ -16,7 +16,7 @@ def optimal_token_baseline(entry: OptimalTokenBaseline, batch: RewardBatch) -> t
     Optimal token baseline, arXiv 2602.07078. G, the reward to go, is R on every trainable token: it comes with the last one.
     """
     rewards_BT = masked(batch.rewards_B, batch.rewards_B.isfinite()).double()[:, None].expand(batch.mask_BT.shape)
-    baseline_BT = _baseline(rewards_BT, _path_variance(batch), batch.mask_BT, batch)
+    baseline_BT = _baseline(rewards_BT, _variance_terms(batch).cumsum(1), batch.mask_BT, batch)
     return _without_groups_of_one(rewards_BT - baseline_BT, batch)
 
 
@@ -28,22 +28,21 @@ def tir_optimal_token_baseline(entry: TirOptimalTokenBaseline, batch: RewardBatc
     """
     before_BT = torch.nn.functional.pad(batch.mask_BT, (1, 0))[:, :-1]
     turn_BT = ((batch.mask_BT & ~before_BT).cumsum(1) - 1).clamp(min=0)  # a turn's index; there are at most as many as tokens
-    mask_BK = torch.zeros_like(batch.mask_BT, dtype=torch.int64).scatter_add(1, turn_BT, batch.mask_BT.long()) > 0
-    variance_BT = masked(_path_variance(batch), batch.mask_BT, -torch.inf)
-    lowest_BK = torch.full_like(variance_BT, -torch.inf)
-    variance_BK = masked(lowest_BK.scatter_reduce(1, turn_BT, variance_BT, "amax"), mask_BK)
+    mask_BK = torch.zeros_like(turn_BT).scatter_add(1, turn_BT, batch.mask_BT.long()) > 0
+    terms_BT = _variance_terms(batch)
+    variance_BK = torch.zeros_like(terms_BT).scatter_add(1, turn_BT, terms_BT).cumsum(1)
     rewards_BK = masked(batch.rewards_B, batch.rewards_B.isfinite()).double()[:, None].expand(batch.mask_BT.shape)
     baseline_BK = _baseline(rewards_BK, variance_BK, mask_BK, batch)
     return _without_groups_of_one(rewards_BK - baseline_BK.gather(1, turn_BT), batch)
 
 
-def _path_variance(batch: RewardBatch) -> torch.Tensor:
-    """W_t, which grows with t: each term is ‖e − π‖² of the sampled token's one-hot e."""
+def _variance_terms(batch: RewardBatch) -> torch.Tensor:
+    """1 − 2π + Σπ² of each token, ‖e − π‖² of the sampled one's one-hot e; 0 outside the mask. W is their sum so far."""
     assert batch.log_probs_BT is not None
     assert batch.sum_pi_squared_BT is not None
     chosen_BT = masked(batch.log_probs_BT, batch.mask_BT).double().exp()
     term_BT = 1 - 2 * chosen_BT + masked(batch.sum_pi_squared_BT, batch.mask_BT).double()
-    return masked(term_BT, batch.mask_BT).cumsum(1)
+    return masked(term_BT, batch.mask_BT)
 
 
 def _baseline(rewards_BX: torch.Tensor, variance_BX: torch.Tensor, present_BX: torch.Tensor, batch: RewardBatch) -> torch.Tensor:

@@ -67,7 +67,7 @@ def seq_tis(entry: SeqTis, inputs: CorrectionInputs) -> Corrected:
 def token_icepop(entry: TokenIcepop, inputs: CorrectionInputs) -> Corrected:
     """w where low ≤ w ≤ high, else weight 0; the mask stays.
 
-    IcePop, of Ring-1T, arXiv 2510.18855 section 3.3.
+    IcePop, of Ring-1T, arXiv 2510.18855 section 2.3.2.
     """
     return _banded(inputs.ratio_BT, entry.low, entry.high, inputs.mask_BT)
 
@@ -91,13 +91,19 @@ def geo_mis(entry: GeoMis, inputs: CorrectionInputs) -> Corrected:
 
 
 def geo_mis_token_tis(entry: GeoMisTokenTis, inputs: CorrectionInputs) -> Corrected:
-    """Drop as geo_mis; weight min(w, cap) per token."""
+    """Drop as geo_mis; weight min(w, cap) per token.
+
+    Both of richardli.xyz/rl-collapse part 3: the drop judges the response, the weight each token.
+    """
     kept_B1 = _within(inputs.geometric_B1, entry.low, entry.high)
     return _dropped(_truncated(inputs.ratio_BT, entry.cap, inputs.mask_BT), kept_B1)
 
 
 def geo_mis_seq_tis(entry: GeoMisSeqTis, inputs: CorrectionInputs) -> Corrected:
-    """Drop as geo_mis; weight min(Π w, cap)."""
+    """Drop as geo_mis; weight min(Π w, cap).
+
+    Both of richardli.xyz/rl-collapse part 3.
+    """
     kept_B1 = _within(inputs.geometric_B1, entry.low, entry.high)
     return _dropped(_truncated(inputs.sequence_B1, entry.cap, inputs.mask_BT), kept_B1)
 
@@ -111,12 +117,18 @@ def k3_mask(entry: K3Mask, inputs: CorrectionInputs) -> Corrected:
 
 
 def k3_mask_token_tis(entry: K3MaskTokenTis, inputs: CorrectionInputs) -> Corrected:
-    """Drop as k3_mask; weight min(w, cap) per token."""
+    """Drop as k3_mask; weight min(w, cap) per token.
+
+    The drop's estimate, joschu.net/blog/kl-approx.html; the weight, Ionides 2008.
+    """
     return _dropped(_truncated(inputs.ratio_BT, entry.cap, inputs.mask_BT), _k3_kept(entry, inputs))
 
 
 def k3_mask_seq_tis(entry: K3MaskSeqTis, inputs: CorrectionInputs) -> Corrected:
-    """Drop as k3_mask; weight min(Π w, cap)."""
+    """Drop as k3_mask; weight min(Π w, cap).
+
+    The drop's estimate, joschu.net/blog/kl-approx.html; the weight, richardli.xyz/rl-collapse part 3.
+    """
     return _dropped(_truncated(inputs.sequence_B1, entry.cap, inputs.mask_BT), _k3_kept(entry, inputs))
 
 

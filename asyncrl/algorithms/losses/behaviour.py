@@ -12,7 +12,7 @@ from asyncrl.config.entries import DppoKl, DppoTv, Dro, GpgLoss, M2po, Reinforce
 def reinforce(entry: Reinforce | GpgLoss, inputs: LossInputs) -> TokenLoss:
     """−A·lp, with w = sg exp(lp − lp_behave) where there is a correction.
 
-    REINFORCE, Williams 1992 section 5; GPG, arXiv 2504.02546 eq. 5.
+    REINFORCE, Williams 1992 section 5; GPG, arXiv 2504.02546.
     """
     return TokenLoss(-inputs.A * inputs.lp)
 
@@ -45,7 +45,7 @@ def dppo_kl(entry: DppoKl, inputs: LossInputs) -> TokenLoss:
 def dro(entry: Dro, inputs: LossInputs) -> TokenLoss:
     """−(A·lp − β/2·(log r)²), log r against the behaviour policy.
 
-    DRO, arXiv 2405.19107 eq. 5.
+    DRO, arXiv 2405.19107, with the advantage in the place of reward less value.
     """
     return TokenLoss(-(inputs.A * inputs.lp - entry.beta / 2 * inputs.behaviour_log_ratio.square()))
 
@@ -53,7 +53,7 @@ def dro(entry: Dro, inputs: LossInputs) -> TokenLoss:
 def m2po(entry: M2po, inputs: LossInputs) -> TokenLoss:
     """−A·r, r against the behaviour policy, on the tokens that `m2po_selection` keeps; the denominator counts all of them.
 
-    M2PO, arXiv 2510.01161 algorithm 1.
+    M2PO, arXiv 2510.01161 eq. 5.
     """
     value_BT = -inputs.A * inputs.behaviour_log_ratio.exp()
     return TokenLoss(masked(value_BT, inputs.selected), {"removed": ~inputs.selected})
@@ -62,7 +62,8 @@ def m2po(entry: M2po, inputs: LossInputs) -> TokenLoss:
 def m2po_selection(entry: M2po, batch: MiniBatch) -> torch.Tensor:
     """bool[B, T], the tokens that stay: those of largest (log w)² are removed until the mean over the rest is < τ; one stays.
 
-    w = π_prox/π_behave. Equal ones go in the order of their position in the batch.
+    w = π_prox/π_behave. Equal ones go in the order of their position in the batch. arXiv 2510.01161 eq. 4 and algorithm 1, over
+    all tokens.
     """
     log_weight_BT = clamped_log_ratio(batch.proximal_BT, batch.behaviour_BT, batch.mask_BT)
     squares_N, order_N = log_weight_BT[batch.mask_BT].double().square().sort(stable=True)

@@ -17,7 +17,7 @@ from asyncrl.config.entries import ClipCov, KlCov
 def clip_cov(entry: ClipCov, inputs: LossInputs) -> TokenLoss:
     """ppo_clip; the tokens of `clip_cov_selection` have loss 0 and no gradient, and stay in the denominator.
 
-    Clip-Cov, arXiv 2505.22617 eq. 11 and 12.
+    Clip-Cov, arXiv 2505.22617 section 4.
     """
     clipped = ppo_clip(entry, inputs)
     return TokenLoss(masked(clipped.values_BT, ~inputs.selected), {**clipped.flags, "selected": inputs.selected})
@@ -26,7 +26,7 @@ def clip_cov(entry: ClipCov, inputs: LossInputs) -> TokenLoss:
 def kl_cov(entry: KlCov, inputs: LossInputs) -> TokenLoss:
     """−A·r, + coef·|log r| on the tokens of `kl_cov_selection`.
 
-    KL-Cov, arXiv 2505.22617 eq. 13 and 14.
+    KL-Cov, arXiv 2505.22617 section 4.
     """
     log_ratio_BT = inputs.log_ratio
     penalty_BT = masked(entry.coef * log_ratio_BT.abs(), inputs.selected)

@@ -28,7 +28,7 @@ def gmpo(entry: Gmpo, inputs: LossInputs) -> TokenLoss:
     """−A·exp(mean_t ℓ), ℓ = sgn(A)·min(sgn(A)·log r, sgn(A)·clamp(log r, −clip_low, clip_high)); one A per response. Each token
     carries its response's value, so that the mean over tokens is that value. The weight is exp(mean_t log w).
 
-    GMPO, arXiv 2507.20673 eq. 4.
+    GMPO, arXiv 2507.20673, with the clip of each token in log space.
     """
     sign_BT, log_ratio_BT = inputs.A.sign(), inputs.log_ratio
     clipped_BT = sign_BT * log_ratio_BT.clamp(-entry.clip_low, entry.clip_high)
@@ -46,7 +46,7 @@ def geometric_weight(inputs: LossInputs) -> torch.Tensor:
 def topr(entry: Topr, inputs: LossInputs) -> TokenLoss:
     """A ≥ 0: −A·lp; A < 0: −A·sg(clip(Π r, 0, cap))·lp, r against the behaviour policy, Π over the response.
 
-    TOPR, arXiv 2503.14286 eq. 8.
+    TOPR, arXiv 2503.14286, with the taper [0, 1] of its canonical form.
     """
     advantages_BT = inputs.A
     product_B1 = bounded(inputs.behaviour_log_ratio.detach().sum(1, keepdim=True)).exp()

@@ -52,6 +52,10 @@ class Needs:
     def words(self) -> list[str]:
         """What is needed, for a table; empty where nothing is."""
         said = [words for name, words in WORDS.items() if getattr(self, name)]
+        if not self.weight:
+            said.append("correction none")
+        elif self.anchor == "none":
+            said.append("no correction that drops")
         if self.proximals != EVERY_PROXIMAL:
             said.append(f"proximal {' or '.join(self.proximals)}")
         return said
