@@ -173,6 +173,17 @@ def test_a_user_s_loss_is_masked_weighted_and_aggregated_as_any_other():
     assert a_loss(f"{HERE}:flagged")[1]["loss/positive"] == 1.0
 
 
+def test_a_user_s_loss_need_not_look_at_the_mask():
+    log_probs = torch.tensor([[-1.0, torch.nan]]).requires_grad_()
+    poison = torch.tensor([[-1.0, torch.inf]])
+    loss, _ = policy_loss(
+        f"{HERE}:careless", log_probs=log_probs, old_log_probs=poison, advantages=poison, mask=torch.tensor([[1, 0]])
+    )
+    loss.backward()
+    assert loss.item() == 1.0
+    assert log_probs.grad.tolist() == [[1.0, 0.0]]
+
+
 def test_a_user_s_correction_may_weigh_and_drop():
     weights, _, _ = a_correction(f"{HERE}:root", proximal_log_probs=np.log(4.0) - ONES)
     assert weights[0].tolist() == pytest.approx([2.0] * 3)
