@@ -22,7 +22,7 @@ from asyncrl.algorithms.checking import (
     shaped,
     whole,
 )
-from asyncrl.algorithms.corrections import CorrectionInputs, correct, importance_ratio
+from asyncrl.algorithms.corrections import CorrectionInputs, correct
 from asyncrl.algorithms.custom import needs_of
 from asyncrl.algorithms.divergence import ESTIMATORS, estimate_kl
 from asyncrl.algorithms.losses import LossInputs, MiniBatch, loss_needs, select, token_loss
@@ -226,10 +226,10 @@ def correction(
         staleness_BT = same_shape("token_staleness", whole("token_staleness", token_staleness, mask_BT), mask_BT)
         if bool((staleness_BT < 0).any()):
             raise UserError("token_staleness holds a negative one, but a token is no newer than the trainer: give versions ≥ 0")
-    ratio_BT = importance_ratio(proximal_BT, behaviour_BT, mask_BT)
-    corrected = correct(entry, CorrectionInputs(ratio_BT, staleness_BT, mask_BT))
+    inputs = CorrectionInputs.of(proximal_BT, behaviour_BT, staleness_BT, mask_BT)
+    corrected = correct(entry, inputs)
     sums, largest = correction_sums(
-        ratio_BT=ratio_BT, behaviour_BT=behaviour_BT, proximal_BT=proximal_BT, staleness_BT=staleness_BT, mask_BT=mask_BT,
+        ratio_BT=inputs.ratio_BT, behaviour_BT=behaviour_BT, proximal_BT=proximal_BT, staleness_BT=staleness_BT, mask_BT=mask_BT,
         flags=corrected.flags, levels=min(MOST_LEVELS, int(staleness_BT.max()) + 1 if staleness_BT.numel() else 1),
     )  # fmt: skip
     return corrected.weights_BT, corrected.mask_BT, correction_metrics(sums, largest)

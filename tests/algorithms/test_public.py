@@ -122,6 +122,7 @@ def test_half_precisions_are_computed_in_float32(half):
 
 
 def test_group_ids_are_any_integers_and_components_keep_their_own_scale():
+    assert torch.equal(an_advantage(group_ids=[4, 4]), an_advantage(group_ids=np.array([9, 9])))
     far = an_advantage(group_ids=torch.tensor([-(2**60), -(2**60)], dtype=torch.int64))
     assert torch.equal(far, an_advantage())
     assert an_advantage(group_ids=torch.tensor([3, 4], dtype=torch.uint8)).count_nonzero() == 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.corrections import CorrectionInputs, correct, importance_ratio
+from asyncrl.algorithms.corrections import CorrectionInputs, correct
 from asyncrl.algorithms.losses import LossInputs, loss_needs, token_loss
 from asyncrl.algorithms.masking import clamped_log_ratio, masked
 from asyncrl.algorithms.proximal import PROXIMALS, ProximalInputs
@@ -104,8 +104,8 @@ def micro_loss(
     )
     # a loss without a ratio of its own is corrected for the whole way from the behaviour to the current policy
     sampled_as_bt = log_probs_bt.detach() if loss_needs(algorithm.loss).anchor == "none" else proximal_bt
-    ratio_bt = importance_ratio(sampled_as_bt, behaviour_bt, mask_bt)
-    corrected = correct(algorithm.correction, CorrectionInputs(ratio_bt, staleness_bt, mask_bt))
+    sampling = CorrectionInputs.of(sampled_as_bt, behaviour_bt, staleness_bt, mask_bt)
+    corrected = correct(algorithm.correction, sampling)
     inputs = LossInputs(
         log_probs_bt, proximal_bt, behaviour_bt, micro.rows(work.advantages_BT), corrected.weights_BT, corrected.mask_BT
     )
@@ -119,7 +119,7 @@ def micro_loss(
         **{f"loss/{name}": flag.sum(dtype=torch.float64) for name, flag in losses.flags.items()},
     }
     sums, largest = correction_sums(
-        ratio_BT=ratio_bt,
+        ratio_BT=sampling.ratio_BT,
         behaviour_BT=behaviour_bt,
         proximal_BT=sampled_as_bt,
         staleness_BT=staleness_bt,
