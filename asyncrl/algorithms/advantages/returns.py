@@ -52,8 +52,8 @@ def on_last_token(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tenso
 def gae_and_returns(
     rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages_BT whitened, returns_BT = unwhitened A + V), both 0 outside the mask and of the dtype of the values. In float64:
-    a long response sums many terms."""
+    """(advantages_BT whitened, returns_BT = unwhitened A + V), both 0 outside the mask and of the dtype of the values. Computed
+    in float64, since a long response sums many terms."""
     dtype = values_BT.dtype
     rewards_BT, values_BT = masked(rewards_BT, mask_BT).double(), masked(values_BT, mask_BT).double()
     raw_BT = torch.zeros_like(values_BT)
