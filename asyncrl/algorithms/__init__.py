@@ -5,6 +5,9 @@
     log-probs ──────proximal.py──▶ lp_prox ──corrections/──▶ w ─┼──losses/──▶ token values ──aggregation.py──▶ loss
     log-probs ──────divergence.py──▶ KL                         └──reports.py──▶ metrics, in all and by staleness
 
+mini_batch.py judges what only a whole mini-batch can tell (drops, selections, denominators), before it is cut; shaping.py has
+what a response's length costs; masking.py is the arithmetic under a mask.
+
 Each kind has one registry, keyed by the `name` of its entry in `asyncrl.config.entries`: ADVANTAGES, LOSSES, CORRECTIONS,
 PROXIMALS, ESTIMATORS. A further entry is a parameter class there and a function here. `asyncrl algorithms` prints them all.
 

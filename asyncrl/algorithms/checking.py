@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from asyncrl.errors import UserError
@@ -30,8 +31,9 @@ def floating(name: str, values: Any) -> torch.Tensor:
 
 
 def whole(name: str, values: Any, mask_BT: torch.Tensor | None = None) -> torch.Tensor:
-    """An int64 tensor, from any integer dtype. mask_BT: where it is False the value is free, and becomes 0."""
-    values = _tensor(name, values)
+    """An int64 tensor, from any integer dtype; ids also from a list or an array. mask_BT: where it is False the value is free,
+    and becomes 0."""
+    values = _tensor(name, torch.as_tensor(values) if isinstance(values, list | tuple | np.ndarray) else values)
     if values.is_floating_point() or values.dtype == torch.bool or values.is_complex():
         raise UserError(f"{name} has dtype {_name(values.dtype)}, but must be whole numbers: give {name}.long()")
     values = values.to(torch.int64)

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.algorithms import naming
 from asyncrl.algorithms.advantages import RewardBatch, estimate, gae_and_returns
-from asyncrl.algorithms.aggregation import AGGREGATIONS, response_coefficients
+from asyncrl.algorithms.aggregation import response_coefficients
 from asyncrl.algorithms.checking import (
     as_mask,
     floating,
@@ -22,13 +22,13 @@ from asyncrl.algorithms.checking import (
     shaped,
     whole,
 )
-from asyncrl.algorithms.corrections import CorrectionInputs, correct, importance_ratio
+from asyncrl.algorithms.corrections import CorrectionInputs, correct
 from asyncrl.algorithms.custom import needs_of
 from asyncrl.algorithms.divergence import ESTIMATORS, estimate_kl
 from asyncrl.algorithms.losses import LossInputs, MiniBatch, loss_needs, select, token_loss
 from asyncrl.algorithms.masking import clamped_log_ratio, masked
 from asyncrl.algorithms.reports import correction_metrics, correction_sums
-from asyncrl.config.entries import UserFunction
+from asyncrl.config.entries import Aggregation, PolicyLoss, UserFunction
 from asyncrl.config.walk import nearest
 from asyncrl.errors import UserError
 
@@ -54,15 +54,10 @@ def advantage(
 
     rewards floating [B], NaN = missing; group_ids [B], any integers, equal for the responses to one prompt; reward_components
     [B, K] with component_weights [K] for gdpo; greedy_rewards [B] for remax; log_probs and sum_pi_squared [B, T] under the
-    proximal
-    policy for the token baselines. name: a built-in or registered name, `pkg.mod:fn`, or a mapping with `name` and parameters;
-    params: the estimator's own. gae has a call of its own, since it needs values.
+    proximal policy for the token baselines. name: a built-in or registered name, `pkg.mod:fn`, or a mapping with `name` and
+    parameters; params: the estimator's own. gae has a call of its own, since it needs values.
     """
     entry = naming.resolve("advantage", name, params)
-    rewards = floating("rewards", rewards)
-    mask_BT = as_mask(mask)
-    batch = mask_BT.shape[0]
-    shaped("rewards", rewards, (batch,), "one for each row of mask")
     needs = needs_of("advantage", entry) if isinstance(entry, UserFunction) else entry.needs
     if needs.critic:
         raise UserError(
@@ -77,45 +72,38 @@ def advantage(
     ):
         if needed and given is None:
             raise UserError(f"the advantage {entry.name} needs {key}, which is None: give it")
-    components = weights = greedy = log_probs_BT = squared_BT = None
-    if reward_components is not None:
-        components = floating("reward_components", reward_components)
-        if components.dim() != 2 or components.shape[0] != batch:
-            raise UserError(
-                f"reward_components has shape {tuple(components.shape)}, but must be [B, K] with B = {batch}: one score of each "
-                "reward function for each response"
-            )
-    if component_weights is not None:
-        weights = floating("component_weights", torch.as_tensor(component_weights, dtype=torch.float64))
-        shaped("component_weights", weights, (0 if components is None else components.shape[1],), "one for each reward component")
-        if not bool(weights.isfinite().all()):
-            raise UserError(f"component_weights is {weights.tolist()}, but must be finite: give each component a finite weight")
+    mask_BT = as_mask(mask)
+    rewards_B = _each_response("rewards", floating("rewards", rewards), mask_BT).detach()
+    ids_B = _each_response("group_ids", whole("group_ids", group_ids), mask_BT)
+    greedy_B = None
     if greedy_rewards is not None:
-        greedy = shaped("greedy_rewards", floating("greedy_rewards", greedy_rewards), (batch,), "one for each response")
-    if log_probs is not None:
-        log_probs_BT = same_shape("log_probs", floating("log_probs", log_probs).detach(), mask_BT)
-    if sum_pi_squared is not None:
-        squared_BT = same_shape("sum_pi_squared", floating("sum_pi_squared", sum_pi_squared).detach(), mask_BT)
-    ids = shaped("group_ids", whole("group_ids", group_ids), (batch,), "one for each response")
-    groups = torch.unique(ids, return_inverse=True)[1] if batch else ids
-    given_batch = RewardBatch(
-        rewards.detach(), groups, mask_BT, components_BK=components, component_weights_K=weights, greedy_B=greedy,
-        log_probs_BT=log_probs_BT, sum_pi_squared_BT=squared_BT,
-    )  # fmt: skip
-    return estimate(entry, given_batch)[0]
+        greedy_B = _each_response("greedy_rewards", floating("greedy_rewards", greedy_rewards), mask_BT).detach()
+    components_BK, weights_K = _components(reward_components, component_weights, mask_BT)
+    batch = RewardBatch(
+        rewards_B,
+        torch.unique(ids_B, return_inverse=True)[1],
+        mask_BT,
+        components_BK=components_BK,
+        component_weights_K=weights_K,
+        greedy_B=greedy_B,
+        log_probs_BT=None if log_probs is None else _each_token("log_probs", log_probs, mask_BT),
+        sum_pi_squared_BT=None if sum_pi_squared is None else _each_token("sum_pi_squared", sum_pi_squared, mask_BT),
+    )
+    return estimate(entry, batch)[0]
 
 
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages [B, T] whitened over the batch's trainable tokens, returns [B, T] = unwhitened advantages + values), 0
-    outside the
-    mask, of the dtype of `values`. rewards, values floating [B, T], per token; masked tokens are skipped; the value after the
-    last token is 0, also where a response was truncated. gamma, lam in [0, 1]."""
+    """(advantages [B, T], returns [B, T]), 0 outside the mask, of the dtype of `values`: advantages are whitened over the batch's
+    trainable tokens, returns are unwhitened advantages + values.
+
+    rewards, values floating [B, T], per token; masked tokens are skipped; the value after the last token is 0, also where a
+    response was truncated. gamma, lam in [0, 1]."""
     mask_BT = as_mask(mask)
     entry = naming.resolve("advantage", "gae", {"gamma": gamma, "lam": lam})
-    values_BT = same_shape("values", floating("values", values).detach(), mask_BT)
-    rewards_BT = same_shape("rewards", floating("rewards", rewards).detach(), mask_BT).to(values_BT.dtype)
+    values_BT = _each_token("values", values, mask_BT)
+    rewards_BT = _each_token("rewards", rewards, mask_BT)
     parameters = entry.model_dump()
     return gae_and_returns(rewards_BT, values_BT, mask_BT, gamma=parameters["gamma"], lam=parameters["lam"])
 
@@ -142,57 +130,42 @@ def policy_loss(
 
     normalizer: None counts this batch. For a part of a larger batch give the whole one's count, and the parts' losses and
     gradients add up: of trainable tokens for token_mean, of responses with one for seq_mean_token_mean and seq_mean_token_sum.
-    For
-    seq_mean_token_sum_norm it is the constant, T where it is None. token_sum takes none. A loss that singles tokens out of the
-    mini-batch (clip_cov, kl_cov, m2po) must be given the whole one.
+    For seq_mean_token_sum_norm it is the constant, T where it is None. token_sum takes none. A loss that singles tokens out of
+    the mini-batch (clip_cov, kl_cov, m2po) must be given the whole one.
     """
     entry = naming.resolve("loss", name, params if aggregation is None else {**params, "aggregation": aggregation})
     needs = loss_needs(entry)
     mask_BT = as_mask(mask)
     log_probs_BT = same_shape("log_probs", floating("log_probs", log_probs), mask_BT)
-    proximal_BT = same_shape("old_log_probs", floating("old_log_probs", old_log_probs).detach(), mask_BT).to(log_probs_BT.dtype)
-    behaviour_BT = proximal_BT
+    proximal_BT = behaviour_BT = _each_token("old_log_probs", old_log_probs, mask_BT)
     if behaviour_log_probs is not None:
-        behaviour_BT = same_shape("behaviour_log_probs", floating("behaviour_log_probs", behaviour_log_probs).detach(), mask_BT)
-    advantages = floating("advantages", advantages).detach()
-    if advantages.dim() == 1:
-        advantages = shaped("advantages", advantages, (mask_BT.shape[0],), "one for each response")[:, None].expand(mask_BT.shape)
-    advantages_BT = same_shape("advantages", advantages, mask_BT).to(log_probs_BT.dtype)
-    if needs.one_advantage:
-        _one_each(entry.name, advantages_BT, mask_BT)
-    if weights is not None and not needs.weight:
-        raise UserError(
-            f"{entry.name} takes its ratio against the behaviour policy and no weights, but weights were given: leave them "
-            "out, and give behaviour_log_probs"
-        )
+        behaviour_BT = _each_token("behaviour_log_probs", behaviour_log_probs, mask_BT)
+    advantages_BT = _advantages(advantages, mask_BT, entry.name if needs.one_advantage else None)
     weights_BT = torch.ones_like(advantages_BT)
     if weights is not None:
-        weights_BT = same_shape("weights", floating("weights", weights).detach(), mask_BT).to(log_probs_BT.dtype)
-        if bool((masked(weights_BT, mask_BT) < 0).any()):
-            raise UserError(
-                "weights holds a negative one, but ratios of probabilities are never negative: give w, not its logarithm"
-            )
-    ids = None
+        weights_BT = _weights(weights, mask_BT, None if needs.weight else entry.name)
+    ids_B = None
     if sample_ids is not None:
-        ids = shaped("sample_ids", whole("sample_ids", sample_ids), (mask_BT.shape[0],), "one for each response")
-        if len(torch.unique(ids)) < len(ids):
-            raise UserError("sample_ids holds an id twice, but the draw must not depend on the order: give each response its own")
+        ids_B = _sample_ids(sample_ids, mask_BT)
     elif needs.sample_ids:
-        raise UserError(
-            f"the loss {entry.name} needs sample_ids, which is None: give each response of the run an integer of its own"
-        )
-    chosen_BT = select(entry, MiniBatch(proximal_BT, behaviour_BT, advantages_BT, mask_BT, ids))
-    inputs = LossInputs(
-        log_probs_BT, proximal_BT, behaviour_BT.to(log_probs_BT.dtype), advantages_BT, weights_BT, mask_BT, chosen_BT
+        raise UserError(f"the loss {entry.name} needs sample_ids, which is None: give each response an integer of its own")
+    kind = log_probs_BT.dtype
+    proximal_BT, behaviour_BT, advantages_BT = proximal_BT.to(kind), behaviour_BT.to(kind), advantages_BT.to(kind)
+    selected_BT = select(entry, MiniBatch(proximal_BT, behaviour_BT, advantages_BT, mask_BT, ids_B))
+    losses = token_loss(
+        entry, LossInputs(log_probs_BT, proximal_BT, behaviour_BT, advantages_BT, weights_BT.to(kind), mask_BT, selected_BT)
     )
-    losses = token_loss(entry, inputs)
-    coefficients_B = _coefficients(getattr(entry, "aggregation"), mask_BT, normalizer)  # noqa: B009 (every loss's entry has one)
-    loss = (losses.values_BT * coefficients_B[:, None].to(losses.values_BT.dtype)).sum()
-    tokens = int(mask_BT.sum())
+    assert isinstance(entry, PolicyLoss)
+    coefficients_B = _coefficients(entry.aggregation, mask_BT, normalizer)
+    loss = (losses.values_BT * coefficients_B[:, None].to(kind)).sum()
+    tokens = max(1, int(mask_BT.sum()))
     moved_BT = clamped_log_ratio(log_probs_BT.detach(), proximal_BT, mask_BT).double()
-    metrics = {"loss/policy": float(loss.detach()), "tokens": float(tokens)}
-    metrics["policy/kl_proximal"] = float((torch.expm1(moved_BT) - moved_BT).sum()) / max(1, tokens)
-    metrics |= {f"loss/{flag}": int(where_BT.sum()) / max(1, tokens) for flag, where_BT in losses.flags.items()}
+    metrics = {
+        "loss/policy": float(loss.detach()),
+        "tokens": float(mask_BT.sum()),
+        "policy/kl_proximal": float((torch.expm1(moved_BT) - moved_BT).sum()) / tokens,
+        **{f"loss/{name}": int(flag_BT.sum()) / tokens for name, flag_BT in losses.flags.items()},
+    }
     return loss, metrics
 
 
@@ -213,23 +186,18 @@ def correction(
     """
     entry = naming.resolve("correction", preset_or_config, params)
     mask_BT = as_mask(mask)
-    proximal_BT = same_shape("proximal_log_probs", floating("proximal_log_probs", proximal_log_probs).detach(), mask_BT)
-    behaviour_BT = same_shape("behaviour_log_probs", floating("behaviour_log_probs", behaviour_log_probs).detach(), mask_BT)
+    proximal_BT = _each_token("proximal_log_probs", proximal_log_probs, mask_BT)
+    behaviour_BT = _each_token("behaviour_log_probs", behaviour_log_probs, mask_BT)
     needs = needs_of("correction", entry) if isinstance(entry, UserFunction) else entry.needs
-    if token_staleness is None:
-        if needs.staleness and not isinstance(entry, UserFunction):
-            raise UserError(
-                f"the correction {entry.name} needs token_staleness, which is None: give each token's, zeros where all are fresh"
-            )
-        staleness_BT = torch.zeros(mask_BT.shape, dtype=torch.int64, device=mask_BT.device)
-    else:
-        staleness_BT = same_shape("token_staleness", whole("token_staleness", token_staleness, mask_BT), mask_BT)
-        if bool((staleness_BT < 0).any()):
-            raise UserError("token_staleness holds a negative one, but a token is no newer than the trainer: give versions ≥ 0")
-    ratio_BT = importance_ratio(proximal_BT, behaviour_BT, mask_BT)
-    corrected = correct(entry, CorrectionInputs(ratio_BT, staleness_BT, mask_BT))
+    if token_staleness is None and needs.staleness and not isinstance(entry, UserFunction):
+        raise UserError(
+            f"the correction {entry.name} needs token_staleness, which is None: give each token's, zeros where all are fresh"
+        )
+    staleness_BT = _staleness(token_staleness, mask_BT)
+    inputs = CorrectionInputs.of(proximal_BT, behaviour_BT, staleness_BT, mask_BT)
+    corrected = correct(entry, inputs)
     sums, largest = correction_sums(
-        ratio_BT=ratio_BT, behaviour_BT=behaviour_BT, proximal_BT=proximal_BT, staleness_BT=staleness_BT, mask_BT=mask_BT,
+        ratio_BT=inputs.ratio_BT, behaviour_BT=behaviour_BT, proximal_BT=proximal_BT, staleness_BT=staleness_BT, mask_BT=mask_BT,
         flags=corrected.flags, levels=min(MOST_LEVELS, int(staleness_BT.max()) + 1 if staleness_BT.numel() else 1),
     )  # fmt: skip
     return corrected.weights_BT, corrected.mask_BT, correction_metrics(sums, largest)
@@ -251,8 +219,85 @@ def kl(estimator: str, log_probs: torch.Tensor, reference_log_probs: torch.Tenso
     return estimate_kl(estimator, log_probs, reference)
 
 
-def _coefficients(aggregation: Any, mask_BT: torch.Tensor, normalizer: float | None) -> torch.Tensor:
-    assert aggregation in AGGREGATIONS
+def _each_token(name: str, values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    return same_shape(name, floating(name, values).detach(), mask_BT)
+
+
+def _each_response(name: str, values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    return shaped(name, values, (mask_BT.shape[0],), "one for each response, a row of mask")
+
+
+def _components(
+    components: torch.Tensor | None, weights: torch.Tensor | None, mask_BT: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Reward components [B, K] and their weights [K], as far as they are given."""
+    if components is None:
+        return None, None
+    components_BK = floating("reward_components", components).detach()
+    if components_BK.dim() != 2 or components_BK.shape[0] != mask_BT.shape[0]:
+        raise UserError(
+            f"reward_components has shape {tuple(components_BK.shape)}, but must be [B, K] with B = {mask_BT.shape[0]}: one "
+            "score of each reward function for each response"
+        )
+    if weights is None:
+        return components_BK, None
+    weights_K = torch.as_tensor(weights, dtype=torch.float64)
+    shaped("component_weights", weights_K, (components_BK.shape[1],), "one for each reward component")
+    if not bool(weights_K.isfinite().all()):
+        raise UserError(f"component_weights is {weights_K.tolist()}, but must be finite: give each component a finite weight")
+    return components_BK, weights_K
+
+
+def _advantages(values: torch.Tensor, mask_BT: torch.Tensor, one_each_for: str | None) -> torch.Tensor:
+    """[B, T], from [B, T] or [B]. one_each_for: a loss that refuses advantages that differ within a response."""
+    values = floating("advantages", values).detach()
+    if values.dim() == 1:
+        return _each_response("advantages", values, mask_BT)[:, None].expand(mask_BT.shape)
+    advantages_BT = same_shape("advantages", values, mask_BT)
+    if one_each_for is None or not mask_BT.numel():
+        return advantages_BT
+    highest_B = masked(advantages_BT, mask_BT, -torch.inf).amax(1)
+    lowest_B = masked(advantages_BT, mask_BT, torch.inf).amin(1)
+    apart_B = torch.nonzero(highest_B > lowest_B)[:, 0].tolist()
+    if apart_B:
+        row = apart_B[0]
+        raise UserError(
+            f"{one_each_for} takes one advantage per response, but those of response {row} range from {float(lowest_B[row]):g} "
+            f"to {float(highest_B[row]):g}: use an outcome advantage such as grpo, or another loss"
+        )
+    return advantages_BT
+
+
+def _weights(values: torch.Tensor, mask_BT: torch.Tensor, refused_by: str | None) -> torch.Tensor:
+    if refused_by is not None:
+        raise UserError(
+            f"{refused_by} takes its ratio against the behaviour policy and no weights, but weights were given: leave them out, "
+            "and give behaviour_log_probs"
+        )
+    weights_BT = _each_token("weights", values, mask_BT)
+    if bool((masked(weights_BT, mask_BT) < 0).any()):
+        raise UserError("weights holds a negative one, but ratios of probabilities are not negative: give w, not its logarithm")
+    return weights_BT
+
+
+def _sample_ids(values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    ids_B = _each_response("sample_ids", whole("sample_ids", values), mask_BT)
+    if len(torch.unique(ids_B)) < len(ids_B):
+        raise UserError("sample_ids holds an id twice, but the draw must not depend on the order: give each response its own")
+    return ids_B
+
+
+def _staleness(values: torch.Tensor | None, mask_BT: torch.Tensor) -> torch.Tensor:
+    """int64[B, T], 0 outside the mask and where none is given."""
+    if values is None:
+        return torch.zeros(mask_BT.shape, dtype=torch.int64, device=mask_BT.device)
+    staleness_BT = same_shape("token_staleness", whole("token_staleness", values, mask_BT), mask_BT)
+    if bool((staleness_BT < 0).any()):
+        raise UserError("token_staleness holds a negative one, but no token is newer than the trainer: give versions ≥ 0")
+    return staleness_BT
+
+
+def _coefficients(aggregation: Aggregation, mask_BT: torch.Tensor, normalizer: float | None) -> torch.Tensor:
     if normalizer is not None and (isinstance(normalizer, bool) or not 0 < float(normalizer) < float("inf")):
         raise UserError(
             f"normalizer is {normalizer!r}, but must be a finite number above 0: give the whole batch's count, or None"
@@ -268,16 +313,3 @@ def _coefficients(aggregation: Any, mask_BT: torch.Tensor, normalizer: float | N
         max_response_tokens=float(normalizer) if constant and normalizer is not None else max(1, mask_BT.shape[1]),
         denominator=None if constant or normalizer is None else float(normalizer),
     )
-
-
-def _one_each(name: str, advantages_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
-    """Refuse advantages that differ within a response."""
-    highest_B = masked(advantages_BT, mask_BT, -torch.inf).amax(1) if mask_BT.numel() else advantages_BT.sum(1)
-    lowest_B = masked(advantages_BT, mask_BT, torch.inf).amin(1) if mask_BT.numel() else highest_B
-    apart_B = torch.nonzero((highest_B > lowest_B) & mask_BT.any(1))[:, 0].tolist()
-    if apart_B:
-        row = apart_B[0]
-        raise UserError(
-            f"{name} takes one advantage per response, but those of response {row} range from {float(lowest_B[row]):g} to "
-            f"{float(highest_B[row]):g}: use an outcome advantage such as grpo, or another loss"
-        )

@@ -187,4 +187,3 @@ def _unbuilt(values: Mapping[str, Any]) -> Iterator[Problem]:
             message = built.refusal(key, holder[leaf])
             if message:
                 yield Problem(key, message)
-            yield from (Problem(*found) for found in built.refused_parameters(key, holder[leaf]))

@@ -92,8 +92,8 @@ def k3_mask_seq_tis(w, d, m, high=0.01, cap=2.0):
     return per_response(w, m, lambda x: (min(product(x), cap), k3(x).mean() <= high))
 
 
-def veto(w, d, m, veto=1e-4):
-    return per_response(w, m, lambda x: (1.0, x.min() >= veto))
+def veto(w, d, m, floor=1e-4):
+    return per_response(w, m, lambda x: (1.0, x.min() >= floor))
 
 
 def with_veto(weights, kept, w, m, bound):

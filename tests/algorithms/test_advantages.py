@@ -143,6 +143,7 @@ def test_the_others_by_hand():
     assert plain([1.0, 3.0, 2.0, 2.0], [0, 0, 1, 1], name="gpg")[:, 0].tolist() == pytest.approx([-2.0, 2.0, 0.0, 0.0])
     best = plain([1.0, 5.0, 2.0], name="grpo_passk", normalize_std=False)
     assert best[:, 0].tolist() == [0.0, 3.0, 0.0]
+    assert plain([1.0, 5.0, 5.0], name="grpo_passk").count_nonzero() == 0, "a tie"
     assert plain([1.0, 2.0], name="remax", greedy_rewards=torch.tensor([0.5, 3.0]))[:, 0].tolist() == [0.5, -1.0]
 
 

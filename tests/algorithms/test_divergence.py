@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algorithms import kl
-from asyncrl.algorithms.corrections import importance_ratio
+from asyncrl.algorithms.corrections import CorrectionInputs
 from asyncrl.algorithms.divergence import ESTIMATORS, adapted_coefficient, mean_kl, value_loss
 from asyncrl.algorithms.proximal import PROXIMALS, ProximalInputs
 from asyncrl.algorithms.shaping import overlong_penalty
@@ -88,7 +88,8 @@ def test_the_length_penalty_falls_over_the_buffer(length, penalty):
 def test_behave_makes_every_weight_one():
     behaviour, current = torch.tensor([[-1.0]]), torch.tensor([[-3.0]])
     anchor = PROXIMALS["behave"].log_probs(ProximalInputs(behaviour, current, None, torch.zeros(1, 1, dtype=torch.int64)))
-    assert importance_ratio(anchor, behaviour, torch.ones(1, 1, dtype=torch.bool)).item() == 1.0
+    inputs = CorrectionInputs.of(anchor, behaviour, torch.zeros(1, 1).long(), torch.ones(1, 1, dtype=torch.bool))
+    assert inputs.ratio_BT.item() == 1.0
 
 
 def test_recompute_is_the_policy_before_the_first_update():

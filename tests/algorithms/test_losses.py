@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.algorithms import correction as public_correction
 from asyncrl.algorithms import policy_loss
 from asyncrl.algorithms.aggregation import AGGREGATIONS, response_coefficients
-from asyncrl.algorithms.corrections import CorrectionInputs, correct, denominator_mask, importance_ratio
+from asyncrl.algorithms.corrections import CorrectionInputs, correct, denominator_mask
 from asyncrl.algorithms.losses import LOSSES, LossInputs, MiniBatch, select, token_loss
 from asyncrl.config.entries import ClipCov, Correction, KlCov, Loss, M2po, PpoClip, entries_of
 from tests.algorithms import reference_losses as reference
@@ -219,12 +219,11 @@ def test_any_cut_into_micro_batches_sums_to_the_same_loss_and_gradient(seed, cas
 @pytest.mark.parametrize("correction", ["seq_mis", "k3_mask_token_tis", "veto"])
 def test_with_dropped_responses_any_cut_sums_to_the_same_gradient(correction, aggregation, denominator):
     """The mini-batch is corrected as a whole; what stays gives the mask, what it says the denominator."""
-    bounds = {"seq_mis": {}, "k3_mask_token_tis": {"high": 0.04}, "veto": {"veto": 0.7}}[correction]
+    bounds = {"seq_mis": {}, "k3_mask_token_tis": {"high": 0.04}, "veto": {"floor": 0.7}}[correction]
     entry = entries_of(Correction)[correction].model_validate({"denominator": denominator, **bounds})
     batch = random_batch(3, groups=8, spread=0.3)
     mask, proximal, behaviour = tensor(batch.mask), tensor(batch.proximal), tensor(batch.behaviour)
-    ratio = importance_ratio(proximal, behaviour, mask)
-    corrected = correct(entry, CorrectionInputs(ratio, tensor(batch.staleness), mask))
+    corrected = correct(entry, CorrectionInputs.of(proximal, behaviour, tensor(batch.staleness), mask))
     lengths = denominator_mask(entry, mask, corrected).sum(1)
     coefficients = response_coefficients(aggregation, lengths, max_response_tokens=mask.shape[1])
     results = []

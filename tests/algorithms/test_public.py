@@ -122,6 +122,7 @@ def test_half_precisions_are_computed_in_float32(half):
 
 
 def test_group_ids_are_any_integers_and_components_keep_their_own_scale():
+    assert torch.equal(an_advantage(group_ids=[4, 4]), an_advantage(group_ids=np.array([9, 9])))
     far = an_advantage(group_ids=torch.tensor([-(2**60), -(2**60)], dtype=torch.int64))
     assert torch.equal(far, an_advantage())
     assert an_advantage(group_ids=torch.tensor([3, 4], dtype=torch.uint8)).count_nonzero() == 0
@@ -171,6 +172,17 @@ def test_a_user_s_loss_is_masked_weighted_and_aggregated_as_any_other():
     assert loss.item() == pytest.approx(-(4 + 0.5 * 9))
     assert log_probs.grad[0].tolist() == pytest.approx([-8.0, -9.0, 0.0])
     assert a_loss(f"{HERE}:flagged")[1]["loss/positive"] == 1.0
+
+
+def test_a_user_s_loss_need_not_look_at_the_mask():
+    log_probs = torch.tensor([[-1.0, torch.nan]]).requires_grad_()
+    poison = torch.tensor([[-1.0, torch.inf]])
+    loss, _ = policy_loss(
+        f"{HERE}:careless", log_probs=log_probs, old_log_probs=poison, advantages=poison, mask=torch.tensor([[1, 0]])
+    )
+    loss.backward()
+    assert loss.item() == 1.0
+    assert log_probs.grad.tolist() == [[1.0, 0.0]]
 
 
 def test_a_user_s_correction_may_weigh_and_drop():

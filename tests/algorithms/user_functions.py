@@ -23,6 +23,10 @@ def squared(inputs: LossInputs, *, power: float = 2.0) -> torch.Tensor:
     return -inputs.A * inputs.log_ratio.exp().pow(power)
 
 
+def careless(inputs: LossInputs) -> torch.Tensor:
+    return -inputs.advantages_BT * inputs.log_probs_BT.exp() / inputs.behaviour_BT.exp()
+
+
 def flagged(inputs: LossInputs) -> TokenLoss:
     return TokenLoss(-inputs.A * inputs.lp, {"positive": inputs.A > 0})
 

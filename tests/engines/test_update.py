@@ -1,5 +1,5 @@
-"""What a micro-batch computes, against numpy, with log-probs in the place of a model: every loss and correction that runs can
-name, and any cut of the batch."""
+"""What a micro-batch computes, against numpy, with log-probs in the place of a model: every loss and correction that judges no
+mini-batch as a whole, and any cut of the batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from asyncrl.algorithms.aggregation import response_coefficients
-from asyncrl.config.built import NOT_BUILT
 from asyncrl.config.entries import Correction, Loss, entries_of
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.engines.fsdp.update import MicroBatchView, StepWork, micro_loss
@@ -18,8 +17,8 @@ from tests.algorithms import reference_corrections, reference_losses
 from tests.algorithms.batches import Batch, random_batch, tensor
 
 LEVELS = 4
-LOSSES = [name for name in entries_of(Loss) if name not in NOT_BUILT["algorithm.loss"]]
-CORRECTIONS = [name for name in entries_of(Correction) if name not in NOT_BUILT["algorithm.correction"]]
+LOSSES = [name for name, entry in entries_of(Loss).items() if not entry.requires.mini_batch]
+CORRECTIONS = [name for name, entry in entries_of(Correction).items() if not entry.requires.mini_batch]
 BEHAVIOUR = [name for name in LOSSES if not entries_of(Loss)[name].requires.weight]
 NO_RATIO = ("reinforce", "gpg")
 

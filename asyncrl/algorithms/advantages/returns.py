@@ -52,8 +52,10 @@ def on_last_token(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tenso
 def gae_and_returns(
     rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages_BT whitened, returns_BT = unwhitened A + V), both 0 outside the mask."""
-    rewards_BT, values_BT = masked(rewards_BT, mask_BT), masked(values_BT, mask_BT)
+    """(advantages_BT whitened, returns_BT = unwhitened A + V), both 0 outside the mask and of the dtype of the values. Computed
+    in float64, since a long response sums many terms."""
+    dtype = values_BT.dtype
+    rewards_BT, values_BT = masked(rewards_BT, mask_BT).double(), masked(values_BT, mask_BT).double()
     raw_BT = torch.zeros_like(values_BT)
     following_B = value_after_B = torch.zeros_like(values_BT[:, 0]) if values_BT.shape[1] else values_BT.sum(1)
     for position in reversed(range(values_BT.shape[1])):
@@ -62,4 +64,4 @@ def gae_and_returns(
         following_B = torch.where(here_B, delta_B + gamma * lam * following_B, following_B)
         value_after_B = torch.where(here_B, values_BT[:, position], value_after_B)
         raw_BT[:, position] = masked(following_B, here_B)
-    return whiten(raw_BT, mask_BT), raw_BT + values_BT
+    return whiten(raw_BT, mask_BT).to(dtype), (raw_BT + values_BT).to(dtype)

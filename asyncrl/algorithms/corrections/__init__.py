@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from asyncrl.algorithms.corrections import presets
-from asyncrl.algorithms.corrections.inputs import Corrected, CorrectionInputs, importance_ratio
+from asyncrl.algorithms.corrections.inputs import Corrected, CorrectionInputs
 from asyncrl.algorithms.custom import call
 from asyncrl.algorithms.masking import masked
-from asyncrl.config.entries import Entry, General, NoCorrection, UserFunction, Weighting
+from asyncrl.config.entries import Correcting, Entry, General, NoCorrection, UserFunction, Veto, Weighting
 from asyncrl.errors import UserError
 
 CORRECTIONS: dict[str, Callable[[Any, CorrectionInputs], Corrected]] = {
@@ -49,8 +49,9 @@ def correct(entry: Entry, inputs: CorrectionInputs) -> Corrected:
     corrected = _users(entry, inputs) if isinstance(entry, UserFunction) else CORRECTIONS[entry.name](entry, inputs)
     if isinstance(entry, NoCorrection):
         return corrected
-    if isinstance(entry, Weighting) and entry.veto is not None:
-        corrected = _vetoed(corrected, inputs, entry.veto)
+    floor = entry.floor if isinstance(entry, Veto) else entry.veto if isinstance(entry, Weighting) else None
+    if floor is not None:
+        corrected = _vetoed(corrected, inputs, floor)
     weights_BT = masked(corrected.weights_BT, corrected.mask_BT)
     if isinstance(entry, General) and entry.batch_normalize:
         mean = weights_BT.double().sum() / corrected.mask_BT.sum().clamp(min=1)
@@ -60,7 +61,7 @@ def correct(entry: Entry, inputs: CorrectionInputs) -> Corrected:
 
 def denominator_mask(entry: Entry, mask_BT: torch.Tensor, corrected: Corrected) -> torch.Tensor:
     """The tokens that the loss is a mean of: those that stay, or all of `mask_BT` under `denominator: all`."""
-    return mask_BT if isinstance(entry, Weighting) and entry.denominator == "all" else corrected.mask_BT
+    return mask_BT if isinstance(entry, Correcting) and entry.denominator == "all" else corrected.mask_BT
 
 
 def _vetoed(corrected: Corrected, inputs: CorrectionInputs, bound: float) -> Corrected:
@@ -82,4 +83,4 @@ def _users(entry: UserFunction, inputs: CorrectionInputs) -> Corrected:
     return replace(corrected, weights_BT=weights_BT, mask_BT=corrected.mask_BT & inputs.mask_BT)
 
 
-__all__ = ["CORRECTIONS", "Corrected", "CorrectionInputs", "correct", "denominator_mask", "importance_ratio"]
+__all__ = ["CORRECTIONS", "Corrected", "CorrectionInputs", "correct", "denominator_mask"]

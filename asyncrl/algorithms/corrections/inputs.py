@@ -7,23 +7,33 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncrl.algorithms.masking import bounded, clamped_log_ratio, masked, response_mean
+from asyncrl.algorithms.masking import bounded, clamped_log_ratio, response_mean
 
 
 @dataclass(frozen=True)
 class CorrectionInputs:
-    """[B, T], a row a whole response. ratio_BT: w before any treatment, 1 outside the mask; staleness_BT int64 ≥ 0; mask_BT bool.
+    """[B, T], a row a whole response. log_ratio_BT: log w before any treatment, 0 outside the mask; staleness_BT int64 ≥ 0;
+    mask_BT bool.
 
     The ratios below are [B, T] or [B, 1]; log-ratios and their sums are clamped to ±20.
     """
 
-    ratio_BT: torch.Tensor
+    log_ratio_BT: torch.Tensor
     staleness_BT: torch.Tensor
     mask_BT: torch.Tensor
 
+    @classmethod
+    def of(
+        cls, proximal_BT: torch.Tensor, behaviour_BT: torch.Tensor, staleness_BT: torch.Tensor, mask_BT: torch.Tensor
+    ) -> CorrectionInputs:
+        """log w = sg clamp(lp_prox − lp_behave, ±20)."""
+        log_ratio_BT = clamped_log_ratio(proximal_BT.detach(), behaviour_BT.detach(), mask_BT)
+        return cls(log_ratio_BT, staleness_BT, mask_BT)
+
     @property
-    def log_ratio_BT(self) -> torch.Tensor:
-        return masked(self.ratio_BT, self.mask_BT, 1.0).log()
+    def ratio_BT(self) -> torch.Tensor:
+        """w of each token, 1 outside the mask."""
+        return self.log_ratio_BT.exp()
 
     @property
     def sequence_B1(self) -> torch.Tensor:
@@ -70,8 +80,3 @@ class Corrected:
     weights_BT: torch.Tensor
     mask_BT: torch.Tensor
     flags: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-def importance_ratio(proximal_BT: torch.Tensor, behaviour_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """w = sg exp(clamp(lp_prox − lp_behave, ±20)); 1 outside the mask."""
-    return clamped_log_ratio(proximal_BT.detach(), behaviour_BT.detach(), mask_BT).exp()

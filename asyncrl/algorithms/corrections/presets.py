@@ -133,7 +133,7 @@ def k3_mask_seq_tis(entry: K3MaskSeqTis, inputs: CorrectionInputs) -> Corrected:
 
 
 def veto(entry: Veto, inputs: CorrectionInputs) -> Corrected:
-    """Drop the response when any w < veto; weight 1 on what stays. As a parameter of any other correction: the same drop beside
+    """Drop the response when any w < floor; weight 1 on what stays. `veto: floor` on any other correction: the same drop beside
     its own weights.
 
     Catastrophic-token veto, richardli.xyz/rl-collapse part 3.

@@ -12,7 +12,7 @@ then given its rows of it, so that the gradient is the same for any cut.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,18 +80,20 @@ def token_loss(entry: Entry, inputs: LossInputs) -> TokenLoss:
     """Apply the entry's loss and w; whatever stands outside the mask has neither value nor gradient."""
     definition = _users(entry) if isinstance(entry, UserFunction) else LOSSES[entry.name]
     loss = definition.values(entry, inputs)
-    values_BT = loss.values_BT
+    values_BT = masked(loss.values_BT, inputs.mask_BT)
     if definition.weight is not None:
-        values_BT = masked(values_BT, inputs.mask_BT) * masked(definition.weight(inputs).expand_as(values_BT), inputs.mask_BT)
-    flags = {name: flag & inputs.mask_BT for name, flag in loss.flags.items()}
-    return TokenLoss(masked(values_BT, inputs.mask_BT), flags)
+        values_BT = values_BT * masked(definition.weight(inputs).expand_as(values_BT), inputs.mask_BT)
+    return TokenLoss(values_BT, {name: flag & inputs.mask_BT for name, flag in loss.flags.items()})
 
 
 def _users(entry: UserFunction) -> Loss:
     """A user's function as a definition. Its values are multiplied by w unless its decorator said `weight=False`."""
 
     def values(_: Entry, inputs: LossInputs) -> TokenLoss:
-        found = call("loss", entry, inputs)
+        fields = ("log_probs_BT", "proximal_BT", "behaviour_BT", "advantages_BT", "weights_BT")
+        # 0 where the mask is False: a function that does not look at the mask would else carry a NaN there into its gradient
+        clean = {name: masked(getattr(inputs, name), inputs.mask_BT) for name in fields}
+        found = call("loss", entry, replace(inputs, **clean))
         loss = TokenLoss(found) if isinstance(found, torch.Tensor) else found
         if not isinstance(loss, TokenLoss) or loss.values_BT.shape != inputs.mask_BT.shape:
             got = f"shape {tuple(loss.values_BT.shape)}" if isinstance(loss, TokenLoss) else type(found).__name__

@@ -31,6 +31,7 @@ from asyncrl.config.entries.advantages import (
 )
 from asyncrl.config.entries.base import Aggregation, Entry, Needs, UserFunction, is_users
 from asyncrl.config.entries.corrections import (
+    Correcting,
     General,
     GeoMis,
     GeoMisSeqTis,
@@ -162,7 +163,7 @@ def entries_of(kind: Any) -> dict[str, type[Entry]]:
 
 
 __all__ = [
-    "AdaptiveKl", "Advantage", "Aggregation", "Cispo", "ClipCov", "Correction", "DppoKl", "DppoTv", "Dro", "Entry", "Gae", "Gdpo",
+    "AdaptiveKl", "Advantage", "Aggregation", "Cispo", "ClipCov", "Correcting", "Correction", "DppoKl", "DppoTv", "Dro", "Entry", "Gae", "Gdpo",
     "General", "GeoMis", "GeoMisSeqTis", "GeoMisTokenTis", "Gmpo", "GpgAdvantage", "GpgLoss", "Grpo", "GrpoPassk", "Gspo", "K3Mask",
     "K3MaskSeqTis", "K3MaskTokenTis", "KlCov", "KlEstimator", "Loss", "M2po", "Needs", "NoCorrection", "Opo", "OptimalTokenBaseline",
     "PolicyLoss", "PpoClip", "Reinforce", "ReinforcePp", "ReinforcePpBaseline", "Rejection", "Remax", "Rloo", "Sapo", "SegmentTis",

@@ -21,12 +21,17 @@ K3 = "Largest mean w − 1 − log w of a response that stays."
 Denominator = Literal["kept", "all"]
 
 
-class Weighting(Entry):
-    """Any correction but `none`: a weight of each token, and what it may drop."""
+class Correcting(Entry):
+    """Any correction but `none`."""
+
+    denominator: Denominator = Field("kept", description=DENOMINATOR)
+
+
+class Weighting(Correcting):
+    """A weight of each token, and what it may drop; a veto beside."""
 
     requires: ClassVar[Needs] = WEIGHTING
     veto: float | None = Field(None, gt=0, lt=1, description=VETO)
-    denominator: Denominator = Field("kept", description=DENOMINATOR)
 
     @property
     def needs(self) -> Needs:
@@ -124,12 +129,12 @@ class K3MaskSeqTis(K3Mask):
     cap: float = Field(2.0, gt=0, description=SEQUENCE_CAP)
 
 
-class Veto(Weighting):
+class Veto(Correcting):
     requires: ClassVar[Needs] = DROPPING
     name: Literal["veto"] = Field(
-        "veto", description="Drop a response with any ratio far below 1; no weight. Combines with any other."
+        "veto", description="Drop a response with any ratio far below 1; no weight. As the parameter `veto`, beside any other."
     )
-    veto: float = Field(1e-4, gt=0, lt=1, description="Drop a response with any token's ratio below this.")
+    floor: float = Field(1e-4, gt=0, lt=1, description="Drop a response with any token's ratio below this.")
 
 
 class Rejection(BaseModel):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.algorithms.advantages import RewardBatch, estimate
 from asyncrl.algorithms.aggregation import response_coefficients
-from asyncrl.algorithms.corrections import denominator_mask
+from asyncrl.algorithms.mini_batch import Judged, is_needed
 from asyncrl.algorithms.proximal import PROXIMALS
 from asyncrl.algorithms.reports import correction_metrics
 from asyncrl.config.schema import AlgorithmConfig, Config
@@ -25,16 +25,7 @@ from asyncrl.engines.fsdp.collate import collate_step, input_lengths
 from asyncrl.engines.fsdp.model import PolicyModel
 from asyncrl.engines.fsdp.process_group import RankGroup
 from asyncrl.engines.fsdp.saving import Saver, Saves
-from asyncrl.engines.fsdp.update import (
-    Decided,
-    MicroSums,
-    StepWork,
-    decide,
-    judges_mini_batches,
-    micro_loss,
-    policy_log_probs,
-    view,
-)
+from asyncrl.engines.fsdp.update import MicroSums, StepWork, judged, micro_loss, policy_log_probs, view
 from asyncrl.errors import CheckpointError
 from asyncrl.protocols import StepOutcome, TrainBatch
 from asyncrl.scheduling.microbatches import MicroBatch, plan_microbatches
@@ -44,14 +35,14 @@ from asyncrl.scheduling.microbatches import MicroBatch, plan_microbatches
 class UpdatePlan:
     """One optimizer update. micro_batches: this rank's; the rest comes from the whole mini-batch, so every rank has the same:
     chosen_B, its responses; coefficients_B, of every token of a response; tokens, the trainable ones; left, those of them that
-    the correction keeps; decided, where the mini-batch is judged as a whole."""
+    the correction keeps; whole, where the mini-batch is judged before it is cut."""
 
     micro_batches: list[MicroBatch]
     chosen_B: torch.Tensor
     coefficients_B: torch.Tensor
     tokens: int
     left: int
-    decided: Decided | None = None
+    whole: Judged | None = None
 
 
 @dataclass(frozen=True)
@@ -245,21 +236,19 @@ class FsdpEngine:
         """Before the first of so many updates: lp_prox where it takes a forward pass of its own, and what is decided over each
         mini-batch as a whole."""
         algorithm = self._algorithm
-        as_wholes = judges_mini_batches(algorithm)
+        as_wholes = is_needed(algorithm.loss, algorithm.correction)
         if PROXIMALS[algorithm.proximal].recomputes and (updates > 1 or as_wholes):
             self._recompute_proximal(work, plans)
         if not as_wholes:
             return plans
         if work.proximal_BT is not None:
             work.proximal_BT = self._group.sum(work.proximal_BT)
-        return [self._decided(work, plan) for plan in plans]
+        return [self._judged(work, plan) for plan in plans]
 
-    def _decided(self, work: StepWork, plan: UpdatePlan) -> UpdatePlan:
-        algorithm = self._algorithm
-        decided = decide(work, plan.chosen_B, algorithm)
-        counted_BT = denominator_mask(algorithm.correction, work.mask_BT & plan.chosen_B[:, None], decided.corrected)
-        left = int(decided.corrected.mask_BT.sum())
-        return replace(plan, coefficients_B=self._coefficients(counted_BT.sum(1)), left=left, decided=decided)
+    def _judged(self, work: StepWork, plan: UpdatePlan) -> UpdatePlan:
+        whole = judged(work, plan.chosen_B, self._algorithm)
+        coefficients_B = self._coefficients(whole.lengths_B)
+        return replace(plan, coefficients_B=coefficients_B, left=int(whole.mask_BT.sum()), whole=whole)
 
     @torch.no_grad()
     def _recompute_proximal(self, work: StepWork, plans: list[UpdatePlan]) -> None:
@@ -284,7 +273,7 @@ class FsdpEngine:
         sums = []
         for micro_batch in plan.micro_batches:
             micro = view(work, micro_batch, self._device)
-            loss, found = micro_loss(self._policy, work, micro, plan.coefficients_B, self._algorithm, levels, plan.decided)
+            loss, found = micro_loss(self._policy, work, micro, plan.coefficients_B, self._algorithm, levels, plan.whole)
             (loss * self.world_size).backward()  # FSDP averages over ranks; the loss's terms are to be summed
             sums.append(found)
         return sums

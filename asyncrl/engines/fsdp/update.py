@@ -10,23 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.corrections import Corrected, CorrectionInputs, correct, importance_ratio
-from asyncrl.algorithms.losses import LossInputs, MiniBatch, loss_needs, select, token_loss
+from asyncrl.algorithms.corrections import Corrected, CorrectionInputs, correct
+from asyncrl.algorithms.losses import LossInputs, MiniBatch, loss_needs, token_loss
 from asyncrl.algorithms.masking import clamped_log_ratio, masked
+from asyncrl.algorithms.mini_batch import Judged, judge
 from asyncrl.algorithms.proximal import PROXIMALS, ProximalInputs
 from asyncrl.algorithms.reports import correction_sums
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.engines.fsdp.collate import Ints, MicroInputs, StepArrays, micro_inputs
 from asyncrl.engines.fsdp.model import PolicyModel
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What a correction and a loss decided over a whole mini-batch, all ranks together, before its first backward pass; [B, T].
-    selected_BT: see `algorithms.losses.select`."""
-
-    corrected: Corrected
-    selected_BT: torch.Tensor | None
 
 
 @dataclass
@@ -59,7 +51,7 @@ class MicroBatchView:
     def rows(self, values_BT: torch.Tensor) -> torch.Tensor:
         return values_BT[self.index, : self.width]
 
-    def corrected(self, whole: Corrected) -> Corrected:
+    def corrected(self, whole: Judged) -> Corrected:
         flags = {name: self.rows(flag_BT) for name, flag_BT in whole.flags.items()}
         return Corrected(self.rows(whole.weights_BT), self.rows(whole.mask_BT), flags)
 
@@ -100,24 +92,14 @@ def policy_log_probs(policy: PolicyModel, micro: MicroBatchView) -> tuple[torch.
     return zeros_bt.masked_scatter(micro.mask_bt, log_probs_N), entropy_N, zeros_bt.sum()
 
 
-def judges_mini_batches(algorithm: AlgorithmConfig) -> bool:
-    """Whether something is decided over whole mini-batches, for which lp_prox of all responses must be there first."""
-    correction = algorithm.correction.needs
-    return correction.mini_batch or correction.drops or loss_needs(algorithm.loss).mini_batch
-
-
-def decide(work: StepWork, chosen_B: torch.Tensor, algorithm: AlgorithmConfig) -> Decided:
-    """What holds for the mini-batch of these responses (bool[B]); `work.proximal_BT` has the log-probs of all, where lp_prox is
-    recomputed."""
-    mask_BT = work.mask_BT & chosen_B[:, None]
-    behaviour_BT, staleness_BT = work.behaviour_BT, work.staleness_BT
-    inputs = ProximalInputs(behaviour_BT, behaviour_BT, work.proximal_BT, staleness_BT)
-    proximal_BT = PROXIMALS[algorithm.proximal].log_probs(inputs)
-    ratio_BT = importance_ratio(proximal_BT, behaviour_BT, mask_BT)
-    corrected = correct(algorithm.correction, CorrectionInputs(ratio_BT, staleness_BT, mask_BT))
-    ids_B = torch.from_numpy(work.arrays.ids_B).to(mask_BT.device)
-    batch = MiniBatch(proximal_BT, behaviour_BT, work.advantages_BT, corrected.mask_BT, ids_B)
-    return Decided(corrected, select(algorithm.loss, batch))
+def judged(work: StepWork, chosen_B: torch.Tensor, algorithm: AlgorithmConfig) -> Judged:
+    """The mini-batch of these responses (bool[B]) as a whole; `work.proximal_BT` has the log-probs of all of them, where lp_prox
+    is recomputed."""
+    known = ProximalInputs(work.behaviour_BT, work.behaviour_BT, work.proximal_BT, work.staleness_BT)
+    proximal_BT = PROXIMALS[algorithm.proximal].log_probs(known)
+    mask_BT, ids_B = work.mask_BT & chosen_B[:, None], torch.from_numpy(work.arrays.ids_B).to(work.mask_BT.device)
+    batch = MiniBatch(proximal_BT, work.behaviour_BT, work.advantages_BT, mask_BT, ids_B)
+    return judge(algorithm.loss, algorithm.correction, batch, work.staleness_BT)
 
 
 def micro_loss(
@@ -127,10 +109,10 @@ def micro_loss(
     coefficients_B: torch.Tensor,
     algorithm: AlgorithmConfig,
     levels: int,
-    decided: Decided | None = None,
+    whole: Judged | None = None,
 ) -> tuple[torch.Tensor, MicroSums]:
     """This micro-batch's terms of the global loss, with gradient, and its sums. coefficients_B: see `algorithms.aggregation`;
-    decided: of its mini-batch, None where each response is corrected by itself."""
+    whole: its mini-batch, None where each response is corrected by itself."""
     mask_bt = micro.mask_bt
     log_probs_bt, entropy_N, anchor = policy_log_probs(policy, micro)
     behaviour_bt, staleness_bt = micro.rows(work.behaviour_BT), micro.rows(work.staleness_BT)
@@ -140,13 +122,9 @@ def micro_loss(
     )
     # a loss without a ratio of its own is corrected for the whole way from the behaviour to the current policy
     sampled_as_bt = log_probs_bt.detach() if loss_needs(algorithm.loss).anchor == "none" else proximal_bt
-    ratio_bt = importance_ratio(sampled_as_bt, behaviour_bt, mask_bt)
-    selected_bt = None
-    if decided is None:
-        corrected = correct(algorithm.correction, CorrectionInputs(ratio_bt, staleness_bt, mask_bt))
-    else:
-        corrected = micro.corrected(decided.corrected)
-        selected_bt = None if decided.selected_BT is None else micro.rows(decided.selected_BT)
+    sampling = CorrectionInputs.of(sampled_as_bt, behaviour_bt, staleness_bt, mask_bt)
+    corrected = correct(algorithm.correction, sampling) if whole is None else micro.corrected(whole)
+    selected_bt = None if whole is None or whole.selected_BT is None else micro.rows(whole.selected_BT)
     inputs = LossInputs(
         log_probs_bt,
         proximal_bt,
@@ -166,7 +144,7 @@ def micro_loss(
         **{f"loss/{name}": flag.sum(dtype=torch.float64) for name, flag in losses.flags.items()},
     }
     sums, largest = correction_sums(
-        ratio_BT=ratio_bt,
+        ratio_BT=sampling.ratio_BT,
         behaviour_BT=behaviour_bt,
         proximal_BT=sampled_as_bt,
         staleness_BT=staleness_bt,
