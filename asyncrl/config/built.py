@@ -10,7 +10,7 @@ from typing import Any
 
 NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "algorithm.proximal": (),
-    "algorithm.advantage": ("remax", "gdpo", "gae", "optimal_token_baseline", "tir_optimal_token_baseline"),
+    "algorithm.advantage": ("remax", "gae"),
     "algorithm.loss": (),
     "algorithm.correction": (),
 }  # fmt: skip

@@ -45,6 +45,12 @@ def check_advantage(config: Config, facts: Facts) -> Iterator[Problem]:
             f"algorithm.advantage is {advantage.name}, which weighs the reward functions' scores one by one, and "
             "reward.functions names one: give it several, each with its weight, or use grpo",
         )
+    if needs.components and config.training.filter != "keep":
+        yield Problem(
+            "training.filter",
+            f"training.filter is {config.training.filter}, which goes by the total reward, but {advantage.name} compares the "
+            "reward functions' scores one by one, and these may differ where the totals are equal: set training.filter to keep",
+        )
     proximal = config.algorithm.proximal
     if proximal not in needs.proximals:
         yield Problem(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from asyncrl.config.components import component_names
 from asyncrl.config.entries import Advantage, Correction, Grpo, Loss, PpoClip, StalenessTis
 
 
@@ -221,6 +222,12 @@ class RewardConfig(Section):
     max_worker_deaths: Whole = Field(
         2, ge=1, description="A sample that this many workers died with is a failed sample; until then it is handed out again."
     )
+
+    @property
+    def component_weights(self) -> dict[str, float]:
+        """Each function's weight by the name that its scores have in a scored group, in the order of `functions`."""
+        names = component_names([each.function for each in self.functions])
+        return dict(zip(names, (each.weight for each in self.functions), strict=True))
 
 
 class QueueConfig(Section):

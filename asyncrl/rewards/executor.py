@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.config.components import component_names
 from asyncrl.rewards.function import FIELDS, FunctionSpec, RewardFunction
 from asyncrl.rewards.lanes import Call, ConcurrentLane, LaneCounts, SerialLane
 from asyncrl.rewards.nursery import LoadedFunction, Nursery
@@ -24,7 +25,6 @@ from asyncrl.rewards.outcome import (
     Item,
     SampleScore,
     combine,
-    component_names,
     failed,
     outcome_of,
     raised,

@@ -7,7 +7,6 @@ a *failure* with a reason, never a score of 0.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -82,19 +81,6 @@ def combine(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[C
         if reason is not None and failure is None:
             failure = f"{name}: {reason}"
     return SampleScore(None if failure is not None else reward, components, metrics, failure)
-
-
-def component_names(functions: Sequence[str]) -> list[str]:
-    """Short, distinct metric names: ``judge`` of ``my.rewards:judge``; a second one of that name is ``judge_2``."""
-    names: list[str] = []
-    for function in functions:
-        short = re.sub(r"[^A-Za-z0-9_.-]", "_", function.rpartition(":")[2].strip("<>")) or "reward"
-        name, count = short, 1
-        while name in names:
-            count += 1
-            name = f"{short}_{count}"
-        names.append(name)
-    return names
 
 
 def _clean(text: str) -> str:

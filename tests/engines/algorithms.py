@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.aggregation import AGGREGATIONS
 from asyncrl.algorithms.corrections import CORRECTIONS
 from asyncrl.algorithms.losses import LOSSES, loss_needs
+from asyncrl.config.built import NOT_BUILT
 from asyncrl.config.schema import AlgorithmConfig
 
 LOSS_PARAMETERS: dict[str, dict[str, Any]] = {
@@ -26,7 +28,7 @@ CORRECTION_PARAMETERS: dict[str, dict[str, Any]] = {
     "k3_mask": {"high": 0.03},
     "k3_mask_token_tis": {"high": 0.05},
     "k3_mask_seq_tis": {"high": 0.05, "denominator": "all"},
-    "veto": {"veto": 0.6},
+    "veto": {"floor": 0.6},
     "general": {"level": "segment", "reject": [{"by": "seq_max", "figure": "k2", "high": 0.5}], "batch_normalize": True},
 }
 
@@ -47,5 +49,6 @@ ALGORITHMS: dict[str, AlgorithmConfig] = (
     {name: _loss(name) for name in LOSSES}
     | {name: _loss("ppo_clip", aggregation=name) for name in AGGREGATIONS}
     | {name: _algorithm(correction={"name": name, **CORRECTION_PARAMETERS.get(name, {})}) for name in CORRECTIONS}
+    | {name: _algorithm(advantage=name) for name in ADVANTAGES if name not in NOT_BUILT["algorithm.advantage"]}
     | {"several at once": _algorithm(loss={"name": "clip_cov", **LOSS_PARAMETERS["clip_cov"]}, correction={"name": "seq_mis"})}
 )

@@ -244,9 +244,12 @@ def test_the_chunked_head_equals_whole_logits_in_value_and_gradient(chunk_elemen
     hidden, weight, bias = draw(9, 4), draw(11, 4), draw(11) if with_bias else None
     targets, scale = torch.randint(0, 11, (9,)), torch.randn(9, dtype=torch.float64)
     inputs = [hidden, weight, *([bias] if with_bias else [])]
-    found, entropy = token_log_probs(hidden, weight, bias, targets, temperature=0.7, chunk_elements=chunk_elements)
+    found, entropy, squares = token_log_probs(
+        hidden, weight, bias, targets, temperature=0.7, squares=True, chunk_elements=chunk_elements
+    )
     logits = torch.nn.functional.linear(hidden, weight, bias)
-    expected, expected_entropy = log_probs_of_logits(logits, targets, temperature=0.7)
+    expected, expected_entropy, expected_squares = log_probs_of_logits(logits, targets, temperature=0.7, squares=True)
+    torch.testing.assert_close(squares, expected_squares)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(entropy, expected_entropy.detach())
     for mine, theirs in zip(

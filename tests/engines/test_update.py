@@ -34,7 +34,7 @@ def gradient(batch: Batch, algorithm: AlgorithmConfig, cuts: int = 1) -> tuple[f
     """(loss, gradient [B, T]) of the update, micro-batch by micro-batch."""
     mask = tensor(batch.mask)
     work = StepWork(
-        None, None, mask, mask, tensor(batch.advantages), tensor(batch.behaviour), tensor(batch.staleness),  # type: ignore[arg-type]
+        None, None, None, mask, mask, tensor(batch.advantages), tensor(batch.behaviour), tensor(batch.staleness),  # type: ignore[arg-type]
         proximal_BT=tensor(batch.proximal) if algorithm.proximal == "recompute" else None,
     )  # fmt: skip
     coefficients = response_coefficients(algorithm.loss.aggregation, mask.sum(1), max_response_tokens=9)
@@ -43,7 +43,7 @@ def gradient(batch: Batch, algorithm: AlgorithmConfig, cuts: int = 1) -> tuple[f
     for rows in np.array_split(np.arange(len(batch.mask)), cuts):
         micro = MicroBatchView(Inputs(), torch.tensor(rows), mask.shape[1], mask[rows], empty=False)  # type: ignore[arg-type]
         chosen = log_probs[rows][mask[rows]]
-        policy = lambda *_, answer=chosen: (answer, torch.zeros(len(answer)))  # noqa: E731
+        policy = lambda *_, answer=chosen: (answer, torch.zeros(len(answer)), None)  # noqa: E731
         loss, _ = micro_loss(policy, work, micro, coefficients, algorithm, LEVELS)  # type: ignore[arg-type]
         loss.backward()
         total += loss.item()

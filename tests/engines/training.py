@@ -25,7 +25,7 @@ def config(**sections: dict[str, Any]) -> Config:
         "model": {"path": "tiny"},
         "data": {"train": "builtin/arithmetic"},
         "rollout": {"temperature": 0.7, "max_staleness": 3, "max_response_tokens": 12},
-        "reward": {"functions": [{"function": "exact_match"}]},
+        "reward": {"functions": [{"function": "exact_match"}, {"function": "numeric", "weight": 0.5}]},
         "training": {"steps": 10, "learning_rate": 1e-2, "max_grad_norm": 1e9},
     }
     for name, fields in sections.items():
@@ -54,7 +54,7 @@ def group(row: int, *, seed: int = 0, size: int = 4, longest: int = 9) -> Scored
         log_probs=(-4 + random.normal(scale=0.5, size=total)).astype(np.float32),
         versions=random.integers(0, 4, total).astype(np.int32),
         rewards=rewards,
-        components={},
+        components={"exact_match": rewards, "numeric": random.random(size).astype(np.float32)},
         finish_reasons=["stop"] * size,
         failures=[None if np.isfinite(reward) else "reward raised" for reward in rewards],
         prompt="p",

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from asyncrl.config.components import component_names
 from asyncrl.errors import RewardFailed
-from asyncrl.rewards.outcome import CallOutcome, combine, component_names, failed, outcome_of, raised, timed_out
+from asyncrl.rewards.outcome import CallOutcome, combine, failed, outcome_of, raised, timed_out
 
 
 @pytest.mark.parametrize(

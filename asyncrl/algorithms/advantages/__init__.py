@@ -42,19 +42,29 @@ ADVANTAGES: dict[str, Callable[[Any, RewardBatch], torch.Tensor]] = {
 """Name of the entry to its function: (entry, batch) to advantages [B] or [B, T], free outside the mask."""
 
 
+def trainable_mask(entry: Entry, batch: RewardBatch) -> torch.Tensor:
+    """bool[B, T]: the mask without the tokens of responses that have no reward, or lack another figure that the estimator
+    needs."""
+    return batch.mask_BT & _scored(entry, batch)[:, None]
+
+
 def estimate(entry: Entry, batch: RewardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages_BT, mask_BT): advantages of the dtype of the rewards, 0 outside the mask, and the mask without the tokens of
-    responses that have no reward, or lack another figure that the estimator needs."""
-    scored_B = batch.rewards_B.isfinite()
-    if entry.needs.components and batch.components_BK is not None:
-        scored_B = scored_B & batch.components_BK.isfinite().all(1)
-    if entry.needs.greedy and batch.greedy_B is not None:
-        scored_B = scored_B & batch.greedy_B.isfinite()
+    """(advantages_BT, mask_BT): advantages of the dtype of the rewards, 0 outside the mask, which is `trainable_mask`."""
+    scored_B = _scored(entry, batch)
     mask_BT = batch.mask_BT & scored_B[:, None]
     scored = replace(batch, rewards_B=masked(batch.rewards_B, scored_B, torch.nan), mask_BT=mask_BT)
     values = _users(entry, scored) if isinstance(entry, UserFunction) else ADVANTAGES[entry.name](entry, scored)
     values_BT = values[:, None].expand(mask_BT.shape) if values.dim() == 1 else values
     return masked(values_BT.to(batch.rewards_B.dtype), mask_BT), mask_BT
+
+
+def _scored(entry: Entry, batch: RewardBatch) -> torch.Tensor:
+    scored_B = batch.rewards_B.isfinite()
+    if entry.needs.components and batch.components_BK is not None:
+        scored_B = scored_B & batch.components_BK.isfinite().all(1)
+    if entry.needs.greedy and batch.greedy_B is not None:
+        scored_B = scored_B & batch.greedy_B.isfinite()
+    return scored_B
 
 
 def _users(entry: UserFunction, batch: RewardBatch) -> torch.Tensor:
@@ -71,4 +81,5 @@ def _users(entry: UserFunction, batch: RewardBatch) -> torch.Tensor:
 
 __all__ = [
     "ADVANTAGES", "GroupStatistics", "RewardBatch", "estimate", "gae_and_returns", "group_statistics", "on_last_token",
+    "trainable_mask",
 ]  # fmt: skip

@@ -76,6 +76,15 @@ def collate_step(groups: Sequence[ScoredGroup], version: int) -> StepArrays:
     )
 
 
+def collate_components(groups: Sequence[ScoredGroup], names: Sequence[str]) -> torch.Tensor:
+    """float32[B, K]: each response's score by each of these reward functions; NaN where there is none."""
+    absent = [np.full(len(group.lengths), np.nan, np.float32) for group in groups]
+    columns = [
+        _joined([group.components.get(name, nothing) for group, nothing in zip(groups, absent, strict=True)]) for name in names
+    ]
+    return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32))
+
+
 def input_lengths(arrays: StepArrays, mask_BT: torch.Tensor) -> Ints:
     """Tokens that a forward pass must read per response: up to the one before its last trainable token; 0 where none is
     trainable."""

@@ -14,18 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from asyncrl.algorithms.advantages import RewardBatch, estimate
+from asyncrl.algorithms.advantages import RewardBatch, estimate, trainable_mask
 from asyncrl.algorithms.aggregation import response_coefficients
 from asyncrl.algorithms.mini_batch import Judged, is_needed
 from asyncrl.algorithms.proximal import PROXIMALS
 from asyncrl.algorithms.reports import correction_metrics
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.engines.fsdp import state
-from asyncrl.engines.fsdp.collate import collate_step, input_lengths
+from asyncrl.engines.fsdp.collate import StepArrays, collate_components, collate_step, input_lengths
 from asyncrl.engines.fsdp.model import PolicyModel
 from asyncrl.engines.fsdp.process_group import RankGroup
 from asyncrl.engines.fsdp.saving import Saver, Saves
-from asyncrl.engines.fsdp.update import MicroSums, StepWork, judged, micro_loss, policy_log_probs, view
+from asyncrl.engines.fsdp.update import MicroSums, StepWork, judged, micro_loss, policy_probabilities, view
 from asyncrl.errors import CheckpointError
 from asyncrl.protocols import StepOutcome, TrainBatch
 from asyncrl.scheduling.microbatches import MicroBatch, plan_microbatches
@@ -205,11 +205,12 @@ class FsdpEngine:
         train."""
         config = self._config
         arrays = collate_step(batch.groups, batch.version)
-        rewards = RewardBatch(arrays.rewards_B, torch.from_numpy(arrays.groups_B), arrays.mask_BT)
-        advantages_BT, mask_BT = estimate(self._algorithm.advantage, rewards)
+        rewards, advantage = self._rewards(batch, arrays), self._algorithm.advantage
+        mask_BT = trainable_mask(advantage, rewards)
+        advantages_BT = torch.zeros_like(arrays.behaviour_BT) if advantage.needs.mini_batch else estimate(advantage, rewards)[0]
         lengths_B = input_lengths(arrays, mask_BT)
         on_device = (values.to(self._device) for values in (mask_BT, advantages_BT, arrays.behaviour_BT, arrays.staleness_BT))
-        work = StepWork(arrays, lengths_B, mask_BT, *on_device)
+        work = StepWork(arrays, rewards, lengths_B, mask_BT, *on_device)
         trainable_B = mask_BT.sum(1)
         plans = []
         for groups in batch.mini_batches:
@@ -225,6 +226,14 @@ class FsdpEngine:
             plans.append(UpdatePlan(mine, chosen_B.to(self._device), self._coefficients(tokens_B), tokens, tokens))
         return work, plans
 
+    def _rewards(self, batch: TrainBatch, arrays: StepArrays) -> RewardBatch:
+        rewards = RewardBatch(arrays.rewards_B, torch.from_numpy(arrays.groups_B), arrays.mask_BT)
+        if not self._algorithm.advantage.needs.components:
+            return rewards
+        weights = self._config.reward.component_weights
+        components_BK = collate_components(batch.groups, list(weights))
+        return replace(rewards, components_BK=components_BK, component_weights_K=torch.tensor(list(weights.values())))
+
     def _coefficients(self, tokens_B: torch.Tensor) -> torch.Tensor:
         config = self._config
         values = response_coefficients(
@@ -235,30 +244,43 @@ class FsdpEngine:
     def _anchor(self, work: StepWork, plans: list[UpdatePlan], *, updates: int) -> list[UpdatePlan]:
         """Before the first of so many updates: lp_prox where it takes a forward pass of its own, and what is decided over each
         mini-batch as a whole."""
-        algorithm = self._algorithm
-        as_wholes = is_needed(algorithm.loss, algorithm.correction)
+        algorithm, needs = self._algorithm, self._algorithm.advantage.needs
+        judges = is_needed(algorithm.loss, algorithm.correction)
+        as_wholes = judges or needs.mini_batch
         if PROXIMALS[algorithm.proximal].recomputes and (updates > 1 or as_wholes):
-            self._recompute_proximal(work, plans)
-        if not as_wholes:
-            return plans
-        if work.proximal_BT is not None:
+            self._recompute_proximal(work, plans, squares=needs.probabilities)
+        if as_wholes and work.proximal_BT is not None:
             work.proximal_BT = self._group.sum(work.proximal_BT)
-        return [self._judged(work, plan) for plan in plans]
+        if needs.probabilities:
+            self._estimate_from_probabilities(work)
+        return [self._judged(work, plan) for plan in plans] if judges else plans
+
+    def _estimate_from_probabilities(self, work: StepWork) -> None:
+        assert work.proximal_BT is not None
+        assert work.sum_pi_squared_BT is not None
+        known = replace(
+            work.rewards,
+            log_probs_BT=work.proximal_BT.cpu(),
+            sum_pi_squared_BT=self._group.sum(work.sum_pi_squared_BT).cpu(),
+        )
+        work.advantages_BT = estimate(self._algorithm.advantage, known)[0].to(self._device)
 
     def _judged(self, work: StepWork, plan: UpdatePlan) -> UpdatePlan:
         whole = judged(work, plan.chosen_B, self._algorithm)
         coefficients_B = self._coefficients(whole.lengths_B)
         return replace(plan, coefficients_B=coefficients_B, left=int(whole.mask_BT.sum()), whole=whole)
 
-    @torch.no_grad()
-    def _recompute_proximal(self, work: StepWork, plans: list[UpdatePlan]) -> None:
-        """lp_prox of this rank's responses, in the very micro-batches that will train them."""
+    def _recompute_proximal(self, work: StepWork, plans: list[UpdatePlan], *, squares: bool = False) -> None:
+        """lp_prox of this rank's responses, and Σπ² if asked for, in the very micro-batches that will train them."""
         work.proximal_BT = torch.zeros_like(work.behaviour_BT)
+        work.sum_pi_squared_BT = torch.zeros_like(work.behaviour_BT) if squares else None
         for micro_batch in (micro_batch for plan in plans for micro_batch in plan.micro_batches):
             micro = view(work, micro_batch, self._device)
-            log_probs_bt, _, _ = policy_log_probs(self._policy, micro)
+            log_probs_bt, sums_bt = policy_probabilities(self._policy, micro, squares=squares)
             if micro_batch:
                 work.proximal_BT[micro.index, : micro.width] = log_probs_bt
+            if micro_batch and work.sum_pi_squared_BT is not None and sums_bt is not None:
+                work.sum_pi_squared_BT[micro.index, : micro.width] = sums_bt
         self._reshard()
 
     def _reshard(self) -> None:

@@ -22,20 +22,24 @@ def token_log_probs(
     targets_N: torch.Tensor,
     *,
     temperature: float,
+    squares: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log_probs_N, entropy_N) of softmax((hidden·Wᵀ + bias)/temperature), float32 or wider; entropy carries no gradient."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log_probs_N, entropy_N, sum_pi_squared_N) of π = softmax((hidden·Wᵀ + bias)/temperature), float32 or wider. Only log-probs
+    carry a gradient. Σπ² is over the vocabulary, and empty unless `squares` asks for it."""
     chunk = max(1, chunk_elements // weight_VH.shape[0])
-    return _TokenLogProbs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, chunk)
+    return _TokenLogProbs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, squares, chunk)
 
 
 def log_probs_of_logits(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, *, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, *, temperature: float, squares: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same from logits, for models whose logits are more than their head's output."""
     log_softmax_NV = (_wide(logits_NV) / temperature).log_softmax(-1)
-    entropy_N = -(log_softmax_NV.detach().exp() * log_softmax_NV.detach()).sum(-1)
-    return log_softmax_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N], entropy_N
+    probabilities_NV = log_softmax_NV.detach().exp()
+    entropy_N = -(probabilities_NV * log_softmax_NV.detach()).sum(-1)
+    squares_N = probabilities_NV.square().sum(-1) if squares else entropy_N[:0]
+    return log_softmax_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N], entropy_N, squares_N
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
@@ -58,25 +62,29 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         temperature: float,
+        squares: bool,
         chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         normalisers = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         log_probs, entropies = torch.empty_like(normalisers), torch.empty_like(normalisers)
+        sums = torch.empty_like(normalisers) if squares else normalisers[:0].clone()
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight, bias, temperature)
             normalisers[part] = logits.logsumexp(-1)
             log_probs[part] = logits.gather(1, targets[part, None])[:, 0] - normalisers[part]
             probabilities = (logits - normalisers[part, None]).exp_()
+            if squares:
+                sums[part] = probabilities.square().sum(-1)
             entropies[part] = normalisers[part] - probabilities.mul_(logits).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
         ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropies)
-        return log_probs, entropies
+        ctx.mark_non_differentiable(entropies, sums)
+        return log_probs, entropies, sums
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_log_probs: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, targets, normalisers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=normalisers.dtype, device=weight.device)
@@ -93,4 +101,4 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None

@@ -33,17 +33,22 @@ class PolicyModel(nn.Module):
         self.temperature = temperature
         self.plain_head: bool | None = None  # unknown until `probe_head`
 
-    def forward(self, input_ids: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, targets: torch.Tensor) -> Any:
+    def forward(
+        self, input_ids: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, targets: torch.Tensor, squares: bool = False
+    ) -> Any:
         """input_ids int64[b, L], padded on the right (a causal model never looks there, so no attention mask is needed);
-        the token `targets[i]` follows position (rows[i], columns[i]). Returns (log_probs_N, entropy_N)."""
+        the token `targets[i]` follows position (rows[i], columns[i]). Returns (log_probs_N, entropy_N, sum_pi_squared_N), the
+        last one empty unless `squares` asks for it."""
         if self.plain_head is None:
             return self._probe_head(input_ids)
         if not self.plain_head:
             logits = self.model(input_ids=input_ids, use_cache=False).logits
-            return log_probs_of_logits(logits[rows, columns], targets, temperature=self.temperature)
+            return log_probs_of_logits(logits[rows, columns], targets, temperature=self.temperature, squares=squares)
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
-        return token_log_probs(hidden[rows, columns], head.weight, head.bias, targets, temperature=self.temperature)
+        return token_log_probs(
+            hidden[rows, columns], head.weight, head.bias, targets, temperature=self.temperature, squares=squares
+        )
 
     @torch.no_grad()
     def probe_head(self, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.algorithms.advantages import RewardBatch
 from asyncrl.algorithms.corrections import Corrected, CorrectionInputs, correct
 from asyncrl.algorithms.losses import LossInputs, MiniBatch, loss_needs, token_loss
 from asyncrl.algorithms.masking import clamped_log_ratio, masked
@@ -23,11 +24,13 @@ from asyncrl.engines.fsdp.model import PolicyModel
 
 @dataclass
 class StepWork:
-    """A step's batch as one rank holds it, [B, T] on the device; lengths_B: input tokens per response, 0 where none trains.
-    proximal_BT: the recomputed log-probs of this rank's responses (of all where a mini-batch is judged as a whole), None where
-    lp_prox needs no forward pass of its own."""
+    """A step's batch as one rank holds it, [B, T] on the device; rewards: what advantages are estimated from, on the host;
+    lengths_B: input tokens per response, 0 where none trains. proximal_BT: the recomputed log-probs of this rank's responses (of
+    all, where something is judged over a whole mini-batch), None where lp_prox needs no forward pass of its own;
+    sum_pi_squared_BT: Σπ² with them, where the advantage needs it."""
 
     arrays: StepArrays
+    rewards: RewardBatch
     lengths_B: Ints
     mask_host_BT: torch.Tensor
     mask_BT: torch.Tensor
@@ -35,6 +38,7 @@ class StepWork:
     behaviour_BT: torch.Tensor
     staleness_BT: torch.Tensor
     proximal_BT: torch.Tensor | None = None
+    sum_pi_squared_BT: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,25 @@ def policy_log_probs(policy: PolicyModel, micro: MicroBatchView) -> tuple[torch.
     """(log_probs_bt, entropy_N, anchor): log-probs 0 outside the mask; `anchor` is a zero that ties every parameter into the
     graph."""
     inputs = micro.inputs
-    log_probs_N, entropy_N = policy(inputs.input_ids, inputs.rows_N, inputs.columns_N, inputs.targets_N)
+    log_probs_N, entropy_N, _ = policy(inputs.input_ids, inputs.rows_N, inputs.columns_N, inputs.targets_N)
     zeros_bt = torch.zeros(micro.mask_bt.shape, dtype=log_probs_N.dtype, device=log_probs_N.device)
     if micro.empty:
         return zeros_bt, entropy_N[:0], 0 * log_probs_N.sum()
     return zeros_bt.masked_scatter(micro.mask_bt, log_probs_N), entropy_N, zeros_bt.sum()
+
+
+@torch.no_grad()
+def policy_probabilities(
+    policy: PolicyModel, micro: MicroBatchView, *, squares: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(log_probs_bt, sum_pi_squared_bt), 0 outside the mask; Σπ² where `squares` asks for it."""
+    inputs = micro.inputs
+    log_probs_N, _, squares_N = policy(inputs.input_ids, inputs.rows_N, inputs.columns_N, inputs.targets_N, squares)
+    zeros_bt = torch.zeros(micro.mask_bt.shape, dtype=log_probs_N.dtype, device=log_probs_N.device)
+    if micro.empty:
+        return zeros_bt, zeros_bt if squares else None
+    sums_bt = zeros_bt.masked_scatter(micro.mask_bt, squares_N) if squares else None
+    return zeros_bt.masked_scatter(micro.mask_bt, log_probs_N), sums_bt
 
 
 def judged(work: StepWork, chosen_B: torch.Tensor, algorithm: AlgorithmConfig) -> Judged:
