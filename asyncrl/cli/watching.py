@@ -102,6 +102,8 @@ def status_text(found: Mapping[str, Any]) -> str:
     trainer = next((row for row in found["services"] if "checkpoints_failed" in row), None)
     if trainer is not None:
         lines += ["", f"checkpoint: {checkpoint_text(trainer)}"]
+    if (sentences := health(found)) is not None:
+        lines += ["", *sentences]
     if "summary" in found:
         lines += summary_text(found["summary"]).splitlines()[1:]
     return "\n".join(lines)
@@ -129,6 +131,12 @@ def figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     if waiting:
         shown.append(("rollouter waits for", str(waiting)))
     return shown
+
+
+def health(found: Mapping[str, Any]) -> list[str] | None:
+    """What the trainer says of its figures, a sentence a line; None where it says nothing."""
+    lines = next((row["health"] for row in found["services"] if "health" in row), None)
+    return None if lines is None else [f"health: {line}" for line in lines or ["every figure is in its sane range"]]
 
 
 def server_text(row: Mapping[str, Any]) -> str:
@@ -183,6 +191,7 @@ def _screen(found: Mapping[str, Any]) -> Group:
     for left, right in itertools.zip_longest(shown[:rows], shown[rows:], fillvalue=("", "")):  # all in the 24 lines of a terminal
         values.add_row(*left, *right)
     bar = ProgressBar(total=found.get("steps") or 1, completed=found["step"])
+    says = [Text(line) for line in health(found) or ()]
     return Group(
-        Text(_headline(found), style="bold"), bar, Text(""), services, Text(""), values, Text("Ctrl-C leaves", style="dim")
+        Text(_headline(found), style="bold"), bar, Text(""), services, Text(""), values, *says, Text("Ctrl-C leaves", style="dim")
     )

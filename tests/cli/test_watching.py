@@ -57,6 +57,16 @@ def test_status_says_which_checkpoint_is_the_newest_and_how_many_failed(tmp_path
     assert words in asyncrl("status", ended_run(tmp_path / "ended", checkpoints=told)).out
 
 
+def test_status_and_top_say_what_is_out_of_its_range(tmp_path: Path) -> None:
+    trainer = {"name": "trainer/0", "pid": 13, "host": "here", "state": "training", "version": 121, "health": ["entropy is low"]}
+    with live_run(tmp_path, {"status": lambda: {**STATUS, "services": [trainer]}}) as run:
+        assert "health: entropy is low" in asyncrl("status", run).out
+        assert "health: entropy is low" in asyncrl("top", run, "--once").out
+    sound = {**STATUS, "services": [{**trainer, "health": []}]}
+    with live_run(tmp_path / "sound", {"status": lambda: sound}) as run:
+        assert "health: every figure is in its sane range" in asyncrl("status", run).out
+
+
 def test_top_shows_reward_staleness_depths_idle_shares_and_tokens(tmp_path: Path) -> None:
     with live_run(tmp_path, {"status": lambda: STATUS}) as run:
         outcome, as_json = asyncrl("top", run, "--once"), asyncrl("top", run, "--json").json

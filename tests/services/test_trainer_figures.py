@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from asyncrl.services.trainer.figures import (
+    Measure,
+    drop_bias,
     ends_of_reward_curve,
     response_metrics,
     reward_metrics,
@@ -69,3 +71,12 @@ def test_a_figure_that_json_cannot_hold_is_written_as_null(tmp_path):
     records.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line == {"step": 1, "version": 0, "grad/norm": None, "loss/policy": None, "updates": 1.0}
+
+
+def test_what_expires_shows_as_a_bias_of_what_trains():
+    short = replace(scored(0, rewards=(1, 1)), lengths=np.array([2, 2], np.int32))
+    long = replace(scored(1, rewards=(0, 0)), lengths=np.array([6, 6], np.int32))
+    found = drop_bias(Measure.of([short]), Measure.of([long]))
+    assert found == {"drop_bias/tokens": pytest.approx(2 / 4 - 1), "drop_bias/reward": pytest.approx(1 - 0.5)}
+    assert drop_bias(Measure.of([short, long]), Measure()) == {"drop_bias/tokens": 0.0, "drop_bias/reward": 0.0}
+    assert drop_bias(Measure(), Measure.of([long])) == {}

@@ -89,6 +89,45 @@ def response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Measure:
+    """Of some groups' responses: how many, their tokens, how many are scored, the sum of their rewards."""
+
+    responses: int = 0
+    tokens: int = 0
+    scored: int = 0
+    reward: float = 0.0
+
+    @classmethod
+    def of(cls, groups: Sequence[ScoredGroup]) -> Measure:
+        if not groups:
+            return cls()
+        lengths = np.concatenate([group.lengths for group in groups])
+        rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
+        rewards = rewards[np.isfinite(rewards)]
+        return cls(len(lengths), int(lengths.sum()), len(rewards), float(rewards.sum()))
+
+    def __add__(self, other: Measure) -> Measure:
+        return Measure(
+            self.responses + other.responses,
+            self.tokens + other.tokens,
+            self.scored + other.scored,
+            self.reward + other.reward,
+        )
+
+
+def drop_bias(taken: Measure, expired: Measure) -> dict[str, float]:
+    """What the steps took, against that and what expired before it: drop_bias/tokens, by how much its responses are longer, as a
+    share; drop_bias/reward, by how much its mean reward is larger. Both 0 where nothing expired."""
+    came = taken + expired
+    if not (taken.tokens and taken.scored):
+        return {}
+    return {
+        "drop_bias/tokens": (taken.tokens / taken.responses) / (came.tokens / came.responses) - 1,
+        "drop_bias/reward": taken.reward / taken.scored - came.reward / came.scored,
+    }
+
+
 def ends_of_reward_curve(means: Sequence[float]) -> tuple[float | None, float | None]:
     """Means over the first and the last 5 % of steps, at least 5 (or as many as there are)."""
     if not means:

@@ -15,20 +15,23 @@ from asyncrl.messages import GroupId, ScoredGroup
 from asyncrl.messages.id_sets import RecentIds
 from asyncrl.protocols import End
 from asyncrl.scheduling.selection import Candidate, Leaving, Selector, candidate_of
+from asyncrl.services.trainer.figures import Measure
 from asyncrl.services.trainer.parts import LeaderParts
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5  # longest wait for an arrival before the other ranks get a sign of life and `stop` is looked at
+NOTHING_EXPIRED = Measure()
 REMEMBERED = 65_536  # ids of groups that were taken, to drop a second delivery: far more than one can be late by
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A step's groups, and how many left before it, by state."""
+    """A step's groups; how many left before it, by state, and what those that expired were like."""
 
     groups: tuple[tuple[Candidate, ScoredGroup], ...]
     left_before: Counter[str]
+    expired: Measure = NOTHING_EXPIRED
 
     def in_order(self, key: Callable[[GroupId], Any]) -> Taken:
         return replace(self, groups=tuple(sorted(self.groups, key=lambda pair: key(pair[0].id))))
@@ -53,6 +56,7 @@ class Intake:
         self._held: dict[GroupId, ScoredGroup] = {}
         self._seen = RecentIds(REMEMBERED)
         self._left: Counter[str] = Counter()
+        self._expired = NOTHING_EXPIRED
         self._closed = False
 
     async def next_step(self, finished_steps: int) -> Taken | None:
@@ -65,7 +69,8 @@ class Intake:
             await self._record(decision.leaving)
             if decision.taken is not None:
                 left, self._left = self._left, Counter()
-                return Taken(tuple((candidate, self._held.pop(candidate.id)) for candidate in decision.taken), left)
+                expired, self._expired = self._expired, NOTHING_EXPIRED
+                return Taken(tuple((candidate, self._held.pop(candidate.id)) for candidate in decision.taken), left, expired)
             if self._closed:
                 return None
             reason = "an older group" if decision.out_of_order else "scored groups"
@@ -117,8 +122,10 @@ class Intake:
         if not leaving:
             return
         for each in leaving:
-            del self._held[each.id]
+            group = self._held.pop(each.id)
             self._left[each.state] += 1
+            if each.state == "expired":
+                self._expired += Measure.of([group])
         with self._meter.waiting("ledger"):
             await self._parts.ledger.end([End(each.id, each.state, each.reason, each.reissue) for each in leaving])
 

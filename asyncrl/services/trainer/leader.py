@@ -18,6 +18,7 @@ from asyncrl.scheduling.learning_rate import learning_rate
 from asyncrl.scheduling.minibatches import batch_order, cut_minibatches
 from asyncrl.scheduling.selection import Candidate, SelectionRules, Selector, narrow, split_filtered
 from asyncrl.services.trainer import figures
+from asyncrl.services.trainer.health import Health
 from asyncrl.services.trainer.intake import Intake, Taken
 from asyncrl.services.trainer.parts import RunBlocking, TrainerParts
 from asyncrl.services.trainer.ranks import Ranks
@@ -83,6 +84,7 @@ class Leader:
             stopping=stopping,
             data_timeout_seconds=config.training.data_timeout_seconds,
         )
+        self._health = Health()
         self.state = "starting"
         self.version: int | None = None
         self.stop_by: float | None = None
@@ -142,6 +144,7 @@ class Leader:
             **figures.reward_metrics([group for _, group in taken.groups]),
             **figures.response_metrics([group for _, group in taken.groups]),
             **figures.staleness_metrics(tokens),
+            **figures.drop_bias(figures.Measure.of([group for _, group in taken.groups]), taken.expired),
             **outcome.metrics,
             **self._group_metrics(taken, len(batch), len(filtered), failed),
             **self._tally.end_step(outcome, tokens),
@@ -157,6 +160,7 @@ class Leader:
         log.info("step %d: %d of %d groups trained at version %d", step, len(trained), len(taken.groups), version)
         self._tally.add(tokens, metrics.get("reward/mean"), failed=failed)
         self._metrics = metrics
+        self._health.judge(step, metrics)
         self._check_bad_steps(outcome, failed)
 
     async def _train(self, step: int, version: int, groups: Sequence[ScoredGroup]) -> StepOutcome:
@@ -272,6 +276,7 @@ class Leader:
             "version": self.version,
             "step": self.finished_steps,
             "bad_steps": self._tally.bad_steps,
+            "health": self._health.lines,
             **self._saving.status(),
         }
 
@@ -295,6 +300,7 @@ class Leader:
         """`taken` counts the step's groups; expired and replaced ones left before it."""
         return {
             "groups/taken": float(len(taken.groups)),
+            "groups/without_signal": sum(each.equal_rewards for each, _ in taken.groups) / max(1, len(taken.groups)),
             "groups/trained": 0.0 if failed else float(trains),
             "groups/filtered": float(filtered + taken.left_before["filtered"]),
             "groups/expired": float(taken.left_before["expired"]),
