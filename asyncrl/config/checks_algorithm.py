@@ -27,12 +27,6 @@ def check_group_size(config: Config, facts: Facts) -> Iterator[Problem]:
 def check_advantage(config: Config, facts: Facts) -> Iterator[Problem]:
     """An estimator without what it is computed from."""
     advantage, needs = config.algorithm.advantage, config.algorithm.advantage.needs
-    if needs.critic:
-        yield Problem(
-            "algorithm.advantage",
-            f"algorithm.advantage is {advantage.name}, which needs the values of a critic, and this run has none: use "
-            "reinforce_pp, which needs none",
-        )
     if needs.greedy:
         yield Problem(
             "algorithm.advantage",

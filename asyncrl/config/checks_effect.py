@@ -7,6 +7,7 @@ A default is no demand: it may stand where it has nothing to do, as in a resolve
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ EVAL_METRICS = tuple(
 )
 STEP_METRICS = (
     "reward", "response", "trajectories", "staleness", "groups", "loss", "policy", "correction", "grad", "updates", "tokens",
-    "time", "idle", "sync", "checkpoint", "learning_rate",
+    "time", "idle", "sync", "checkpoint", "learning_rate", "critic", "drop_bias",
 )  # fmt: skip
 """What stands before the slash in the names of a step's metrics; what follows is the reward functions' own in part."""
 
@@ -82,6 +83,17 @@ EFFECTS: tuple[Effect, ...] = (
         lambda config, facts: not config.inference.attach,
         "the servers of inference.attach were started by somebody else, with arguments of their own",
         "leave inference.attach out",
+    ),
+    Effect(
+        (
+            "algorithm.critic.learning_rate",
+            "algorithm.critic.warmup_steps",
+            "algorithm.critic.value_clip",
+            "algorithm.critic.path",
+        ),
+        lambda config, facts: config.algorithm.advantage.needs.critic,
+        "algorithm.advantage needs no critic",
+        "set algorithm.advantage to gae",
     ),
     Effect(
         ("sync.verify_every",),
@@ -242,8 +254,7 @@ def _may_evaluate(config: Config) -> bool:
 
 
 def _value(config: Config, key: str) -> Any:
-    section, _, field = key.partition(".")
-    return getattr(getattr(config, section), field)
+    return operator.attrgetter(key)(config)
 
 
 def _text(value: Any) -> str:

@@ -245,6 +245,17 @@ class QueueConfig(Section):
     )
 
 
+class CriticConfig(Section):
+    learning_rate: float = Field(
+        1.0e-5, gt=0, description="AdamW's peak learning rate of the critic; training.schedule is its too."
+    )
+    warmup_steps: Whole = Field(0, ge=0, description="First steps in which the critic learns and the policy does not.")
+    value_clip: float = Field(0.5, gt=0, description="A value moves at most this far from that before the step, for its loss.")
+    path: str | None = Field(
+        None, min_length=1, description="Model folder or hub name that the critic starts from; null: the policy's own weights."
+    )
+
+
 class AlgorithmConfig(Section):
     advantage: Advantage = Field(default_factory=Grpo, description="Advantage estimator.")
     loss: Loss = Field(default_factory=PpoClip, description="Policy loss.")
@@ -253,6 +264,7 @@ class AlgorithmConfig(Section):
         "recompute",
         description="Anchor of the trust region: recomputed under the trainer's weights, the behaviour policy, or a point between it and the current one by each token's staleness (loglinear).",
     )
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic of algorithm.advantage gae.")
 
 
 class TrainingConfig(Section):

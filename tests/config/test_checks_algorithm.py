@@ -17,14 +17,14 @@ from tests.config.samples import MINIMAL
 DROPPING = ("seq_mis", "geo_mis", "geo_mis_token_tis", "geo_mis_seq_tis", "k3_mask", "k3_mask_token_tis", "k3_mask_seq_tis")
 VETOED = {"name": "token_tis", "veto": 1e-4}
 BEHAVIOUR = ("dppo_tv", "dppo_kl", "dro", "topr", "m2po")
-NEED_MORE = ("remax", "gdpo", "gae")
+NEED_MORE = ("remax", "gdpo")
 
 
 def entry(name: str) -> Any:
     return {"name": "dro", "beta": 0.1} if name == "dro" else name
 
 
-def found(group_size: int = 8, functions: int = 1, **algorithm: Any) -> list[Problem]:
+def found(group_size: int = 8, functions: int = 1, filter: str = "keep", **algorithm: Any) -> list[Problem]:
     """Problems of a file with these algorithms, whether or not their part of the engine is built."""
     names = ("exact_match", "numeric")[:functions]
     values = {
@@ -32,7 +32,7 @@ def found(group_size: int = 8, functions: int = 1, **algorithm: Any) -> list[Pro
         "algorithm": algorithm,
         "rollout": {**MINIMAL["rollout"], "group_size": group_size},
         "reward": {"functions": [{"function": name} for name in names], "min_scored": 1},
-        "training": {"steps": 30, "filter": "keep"},
+        "training": {"steps": 30, "filter": filter},
     }
     return check_config(Config.model_validate(values), Facts())
 
@@ -54,10 +54,10 @@ def test_an_estimator_without_groups_needs_none(name: str) -> None:
     assert found(group_size=1, advantage=name) == []
 
 
-def test_gae_needs_a_critic_remax_a_greedy_response_gdpo_several_rewards() -> None:
-    refused("algorithm.advantage", "needs the values of a critic", advantage="gae")
+def test_remax_needs_a_greedy_response_gdpo_several_rewards_and_groups_of_equal_totals() -> None:
     refused("algorithm.advantage", "needs a greedy response to each prompt", advantage="remax")
     refused("algorithm.advantage", "reward.functions names one", advantage="gdpo")
+    refused("training.filter", "may differ where the totals are equal", functions=2, filter="drop", advantage="gdpo")
     assert found(functions=2, advantage="gdpo") == []
 
 

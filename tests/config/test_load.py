@@ -87,8 +87,8 @@ def test_every_problem_is_reported_at_once_in_the_order_of_the_lines(pipeline: P
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("algorithm.advantage=gae", "algorithm.advantage is gae, which is known but not built yet: use one of grpo, rloo"),
-        ("algorithm.advantage={name: gae}", "not built yet"),
+        ("algorithm.advantage=remax", "algorithm.advantage is remax, which is known but not built yet: use one of grpo, rloo"),
+        ("algorithm.advantage={name: remax}", "not built yet"),
         ("algorithm.correction={name: token_icepop, low: 6.0}", "token_icepop has low 6 and high 5, with nothing between them"),
         ("algorithm.loss=dro", "algorithm.loss.beta is missing, and has no default"),
         ("algorithm.loss={name: 'mine:fn', aggregation: sum}", "algorithm.loss.aggregation is 'sum'"),

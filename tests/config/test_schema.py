@@ -98,5 +98,5 @@ def test_a_parameter_of_an_entry_is_explained_under_its_field() -> None:
 
 def test_explaining_a_field_of_names_says_which_are_not_built_yet() -> None:
     choices = dict(explain_key("algorithm.advantage").choices)
-    assert choices["gae"] == "not built yet"
+    assert choices["remax"] == "not built yet"
     assert choices["grpo"] != "not built yet"

@@ -49,6 +49,6 @@ ALGORITHMS: dict[str, AlgorithmConfig] = (
     {name: _loss(name) for name in LOSSES}
     | {name: _loss("ppo_clip", aggregation=name) for name in AGGREGATIONS}
     | {name: _algorithm(correction={"name": name, **CORRECTION_PARAMETERS.get(name, {})}) for name in CORRECTIONS}
-    | {name: _algorithm(advantage=name) for name in ADVANTAGES if name not in NOT_BUILT["algorithm.advantage"]}
+    | {name: _algorithm(advantage=name) for name in ADVANTAGES if name not in (*NOT_BUILT["algorithm.advantage"], "gae")}
     | {"several at once": _algorithm(loss={"name": "clip_cov", **LOSS_PARAMETERS["clip_cov"]}, correction={"name": "seq_mis"})}
 )

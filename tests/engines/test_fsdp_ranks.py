@@ -28,6 +28,7 @@ from tests.models import tiny_model
 DEADLINE_SECONDS = 240
 pytestmark = pytest.mark.timeout(300)  # two processes import torch and transformers, on a machine that may be busy
 SHORT_SECONDS = 2.0
+WITH_CRITIC = {"advantage": {"name": "gae", "gamma": 0.9}, "critic": {"learning_rate": 1e-2}}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def reports(model, uneven):
     """What both ranks reported, by rank."""
     context = multiprocessing.get_context("spawn")
     results, addresses = context.Queue(), context.Queue()
-    settings = config(training={"ranks": 2, "microbatch_tokens": 60}).to_mapping()
+    settings = config(algorithm=WITH_CRITIC, training={"ranks": 2, "microbatch_tokens": 60}).to_mapping()
     arguments = (str(model), settings, uneven, addresses, results)
     processes = [context.Process(target=story, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
@@ -145,7 +146,7 @@ def uneven(model):
 
 @pytest.fixture(scope="module")
 def expected(model, uneven):
-    with engine_of_one_rank(model, config()) as engine:
+    with engine_of_one_rank(model, config(algorithm=WITH_CRITIC)) as engine:
         return train_and_report(engine, uneven)
 
 

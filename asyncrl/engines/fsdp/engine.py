@@ -10,39 +10,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.advantages import RewardBatch, estimate, trainable_mask
 from asyncrl.algorithms.aggregation import response_coefficients
-from asyncrl.algorithms.mini_batch import Judged, is_needed
+from asyncrl.algorithms.mini_batch import is_needed
 from asyncrl.algorithms.proximal import PROXIMALS
 from asyncrl.algorithms.reports import correction_metrics
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.engines.fsdp import state
 from asyncrl.engines.fsdp.collate import StepArrays, collate_components, collate_step, input_lengths
+from asyncrl.engines.fsdp.critic import Critic, ValueModel
 from asyncrl.engines.fsdp.model import PolicyModel
 from asyncrl.engines.fsdp.process_group import RankGroup
 from asyncrl.engines.fsdp.saving import Saver, Saves
-from asyncrl.engines.fsdp.update import MicroSums, StepWork, judged, micro_loss, policy_probabilities, view
+from asyncrl.engines.fsdp.sharding import adamw, clipped_norm, reshard, spread_over_ranks
+from asyncrl.engines.fsdp.update import MicroSums, StepWork, UpdatePlan, judged, micro_loss, policy_probabilities, view
 from asyncrl.errors import CheckpointError
 from asyncrl.protocols import StepOutcome, TrainBatch
-from asyncrl.scheduling.microbatches import MicroBatch, plan_microbatches
-
-
-@dataclass(frozen=True)
-class UpdatePlan:
-    """One optimizer update. micro_batches: this rank's; the rest comes from the whole mini-batch, so every rank has the same:
-    chosen_B, its responses; coefficients_B, of every token of a response; tokens, the trainable ones; left, those of them that
-    the correction keeps; whole, where the mini-batch is judged before it is cut."""
-
-    micro_batches: list[MicroBatch]
-    chosen_B: torch.Tensor
-    coefficients_B: torch.Tensor
-    tokens: int
-    left: int
-    whole: Judged | None = None
+from asyncrl.scheduling.microbatches import plan_microbatches
 
 
 @dataclass(frozen=True)
@@ -63,24 +49,25 @@ class FsdpEngine:
     The gradient is a sum over ranks with global denominators: the same for any cut into micro-batches and any number of ranks.
     """
 
-    def __init__(self, config: Config, policy: PolicyModel, group: RankGroup, device: torch.device, saves: Saves | None = None):
-        """saves: how its state lies in files; None for an engine that is never saved or loaded."""
+    def __init__(
+        self,
+        config: Config,
+        policy: PolicyModel,
+        group: RankGroup,
+        device: torch.device,
+        saves: Saves | None = None,
+        critic: ValueModel | None = None,
+    ):
+        """saves: how its state lies in files; None for an engine that is never saved or loaded. critic: for an advantage that
+        needs one."""
         self._config, self._group, self._device, self._saves = config, group, device, saves
         self._algorithm = config.algorithm
-        full = dict(policy.named_parameters()) if group.rank == 0 and group.world_size > 1 else {}
-        self._policy = _shard(policy, config, group, device)
-        _spread(self._policy, full, group)
+        self._policy = spread_over_ranks(policy, config, group, device)
         self._parameters = list(self._policy.parameters())
         self._policy.probe_head(device)
-        self._reshard()
-        training = config.training
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=training.learning_rate,
-            betas=(training.beta1, training.beta2),
-            weight_decay=training.weight_decay,
-            fused=True,
-        )
+        reshard(self._policy)
+        self._optimizer = adamw(self._parameters, config.training, learning_rate=config.training.learning_rate)
+        self._critic = None if critic is None else Critic(config, critic, group, device)
         self._saver: Saver | None = None
         if saves is not None:
             self._saver = Saver(saves, group, timeout_seconds=config.checkpoint.timeout_seconds)
@@ -131,14 +118,18 @@ class FsdpEngine:
         assert self._saves is not None, "this engine was made without files"
         files = self._saves.files
         described = files.describe(folder)
-        room = state.make_room(self._policy, self._optimizer, described)
+        room = state.make_room(self._trained(), described)
         generators, own = state.generator_room(described, self.rank)
         files.read(folder, room | generators)
         state.restore_generators(generators, self._device, self.rank, own=own)
 
     def _whole_state(self) -> dict[str, torch.Tensor]:
-        live = state.live_state(self._policy, self._optimizer)
+        live = state.live_state(self._trained())
         return {name: tensor.detach() for name, tensor in live.items()} | state.generator_state(self.rank, self._device)
+
+    def _trained(self) -> list[state.Trained]:
+        policy = state.Trained("", self._policy, self._optimizer)
+        return [policy] if self._critic is None else [policy, state.Trained(state.CRITIC, *self._critic.trained())]
 
     def _need_saver(self) -> Saver:
         assert self._saver is not None, "this engine was made without files"
@@ -154,8 +145,11 @@ class FsdpEngine:
             parameter_group["lr"] = batch.learning_rate
         began = time.thread_time()
         plans = self._anchor(work, plans, updates=len(plans) * batch.epochs)
-        results = [self._update(work, plan) for _ in range(batch.epochs) for plan in plans]
+        told = {} if self._critic is None else self._critic.learn(work, plans, batch)
+        warming = self._critic is not None and batch.step <= self._algorithm.critic.warmup_steps
+        results = [] if warming else [self._update(work, plan) for _ in range(batch.epochs) for plan in plans]
         outcome = _outcome(results, passes=batch.epochs, tokens=int(work.mask_host_BT.sum()))
+        outcome = replace(outcome, metrics={**outcome.metrics, **told})
         spent = float(self._group.sum(torch.tensor([time.thread_time() - began], device=self._device)))
         return replace(outcome, metrics={**outcome.metrics, "time/compute_cpu_s": spent})
 
@@ -207,7 +201,8 @@ class FsdpEngine:
         arrays = collate_step(batch.groups, batch.version)
         rewards, advantage = self._rewards(batch, arrays), self._algorithm.advantage
         mask_BT = trainable_mask(advantage, rewards)
-        advantages_BT = torch.zeros_like(arrays.behaviour_BT) if advantage.needs.mini_batch else estimate(advantage, rewards)[0]
+        later = advantage.needs.probabilities or advantage.needs.critic  # a forward pass comes first, in `_anchor`
+        advantages_BT = torch.zeros_like(arrays.behaviour_BT) if later else estimate(advantage, rewards)[0]
         lengths_B = input_lengths(arrays, mask_BT)
         on_device = (values.to(self._device) for values in (mask_BT, advantages_BT, arrays.behaviour_BT, arrays.staleness_BT))
         work = StepWork(arrays, rewards, lengths_B, mask_BT, *on_device)
@@ -253,6 +248,9 @@ class FsdpEngine:
             work.proximal_BT = self._group.sum(work.proximal_BT)
         if needs.probabilities:
             self._estimate_from_probabilities(work)
+        if needs.critic:
+            assert self._critic is not None, "the configuration's advantage decides whether there is one"
+            self._critic.judge(work, plans)
         return [self._judged(work, plan) for plan in plans] if judges else plans
 
     def _estimate_from_probabilities(self, work: StepWork) -> None:
@@ -281,14 +279,7 @@ class FsdpEngine:
                 work.proximal_BT[micro.index, : micro.width] = log_probs_bt
             if micro_batch and work.sum_pi_squared_BT is not None and sums_bt is not None:
                 work.sum_pi_squared_BT[micro.index, : micro.width] = sums_bt
-        self._reshard()
-
-    def _reshard(self) -> None:
-        """After a forward pass without a backward one: give up the gathered weights, so that only the shards are left and no
-        later pass sees weights from before an update."""
-        for module in self._policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self._policy)
 
     def _backward(self, work: StepWork, plan: UpdatePlan) -> list[MicroSums]:
         levels = self._config.rollout.max_staleness + 1
@@ -310,8 +301,7 @@ class FsdpEngine:
         largest = torch.stack([found.largest for found in sums]).amax(0)
         reduced = self._group.sum(torch.cat([scalars, correction.flatten()]))
         scalars, correction = reduced[: len(names)], reduced[len(names) :].view_as(correction)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.training.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = clipped_norm(self._parameters, self._config.training.max_grad_norm)
         values = dict(zip(names, scalars.tolist(), strict=True))
         finite = math.isfinite(grad_norm) and math.isfinite(values["loss/policy"])
         made = finite and plan.left > 0
@@ -320,31 +310,6 @@ class FsdpEngine:
         self._optimizer.zero_grad(set_to_none=True)
         shares = {name: value if name == "loss/policy" else value / plan.tokens for name, value in values.items()}
         return UpdateResult(finite, made, grad_norm, shares, correction, self._group.largest(largest))
-
-
-def _shard(policy: PolicyModel, config: Config, group: RankGroup, device: torch.device) -> PolicyModel:
-    """FSDP2 over all ranks: one unit per block, the root for the rest (embeddings, final norm, head)."""
-    mesh = init_device_mesh(device.type, (group.world_size,))
-    precision = MixedPrecisionPolicy()
-    if config.model.dtype == "bfloat16":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in policy.layers():
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=group.world_size > 1)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    return policy
-
-
-@torch.no_grad()
-def _spread(policy: PolicyModel, full: dict[str, torch.Tensor], group: RankGroup) -> None:
-    """Give every rank its shards of rank 0's weights, one parameter at a time, and rank 0's buffers."""
-    if group.world_size == 1:
-        return
-    for name, parameter in policy.named_parameters():
-        whole = full[name].to(parameter.device) if group.rank == 0 else torch.empty(parameter.shape, device=parameter.device)
-        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-        parameter.to_local().copy_(mine.to_local())
-    for buffer in policy.buffers():
-        torch.distributed.broadcast(buffer, 0)
 
 
 def _outcome(results: list[UpdateResult], *, passes: int, tokens: int) -> StepOutcome:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.fsdp.critic import ValueModel, load_critic
 from asyncrl.engines.fsdp.engine import FsdpEngine
 from asyncrl.engines.fsdp.model import PolicyModel, load_policy
 from asyncrl.engines.fsdp.model_files import ModelFiles
@@ -30,6 +31,7 @@ class FsdpLauncher:
         self._config, self._model_path, self._rank, self._host = config, model_path, rank, host
         self._store: dist.Store | None = None
         self._policy: PolicyModel | None = None
+        self._critic: ValueModel | None = None
 
     def prepare(self) -> str:
         """Load the model; rank 0 of several opens the meeting point and returns its address, everyone else ""."""
@@ -44,6 +46,8 @@ class FsdpLauncher:
             device=self._device,
             with_weights=self._rank == 0,
         )
+        if config.algorithm.advantage.needs.critic:
+            self._critic = load_critic(config, self._model_path, device=self._device, with_weights=self._rank == 0)
         if self._rank or config.training.ranks == 1:
             return ""
         self._store, address = open_meeting_point(self._host, timeout_seconds=config.cluster.start_timeout_seconds)
@@ -68,8 +72,9 @@ class FsdpLauncher:
             timeout_seconds=self._config.training.step_timeout_seconds,
             host=self._host,
         )
-        policy, self._policy = self._policy, None
-        return FsdpEngine(self._config, policy, group, self._device, self._saves)
+        policy, critic = self._policy, self._critic
+        self._policy = self._critic = None
+        return FsdpEngine(self._config, policy, group, self._device, self._saves, critic)
 
 
 def training_device(rank: int) -> torch.device:

@@ -19,12 +19,13 @@ from transformers.initialization import no_init_weights
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.engines.fsdp.head import log_probs_of_logits, token_log_probs
+from asyncrl.engines.fsdp.sharding import InBlocks
 from asyncrl.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
-class PolicyModel(nn.Module):
+class PolicyModel(InBlocks):
     """log π(target | prefix) at chosen positions of right-padded sequences, under the temperature-scaled full distribution."""
 
     def __init__(self, model: Any, temperature: float):
@@ -91,13 +92,17 @@ class PolicyModel(nn.Module):
         return self.model.named_parameters()
 
     def layers(self) -> list[nn.Module]:
-        """The transformer blocks, first to last: what FSDP shards one by one."""
-        names = set(self.model._no_split_modules or ())
-        blocks = [module for module in self.model.modules() if type(module).__name__ in names]
-        if blocks:
-            return blocks
-        lists = [list(module) for module in self.model.modules() if isinstance(module, nn.ModuleList)]
-        return max(lists, key=len, default=[])
+        return blocks_of(self.model)
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """A transformers model's blocks, first to last."""
+    names = set(model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if blocks:
+        return blocks
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 def load_policy(

@@ -2,6 +2,7 @@
 
 model.<name>                 master weights, float32, a DTensor; and the buffers that the model's files hold
 optimizer.<name>.<key>       AdamW's exp_avg and exp_avg_sq (DTensors) and step (a number), once there was an update
+critic.model.…, critic.optimizer.…   the same of a critic, where there is one
 rng.<rank>.<generator>       uint8: torch, cuda (where there is one), numpy, python
 
 What is a setting (learning rate, betas, weight decay) comes from the configuration, and is not here.
@@ -12,52 +13,67 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncrl.engines.fsdp.model import PolicyModel
 from asyncrl.errors import CheckpointError
 
-MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
+if TYPE_CHECKING:
+    from asyncrl.engines.fsdp.critic import ValueModel
+    from asyncrl.engines.fsdp.model import PolicyModel
+
+MODEL, OPTIMIZER, RNG, CRITIC = "model.", "optimizer.", "rng.", "critic."
 MERSENNE_WORDS = 624
 NUMPY_STATE = struct.Struct(f"<{MERSENNE_WORDS}Iqqd")
 PYTHON_STATE = struct.Struct(f"<q{MERSENNE_WORDS + 1}Iqd")
 Described = Mapping[str, tuple[tuple[int, ...], str]]
 
 
-def live_state(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Model and optimizer, the tensors themselves."""
-    found = dict(model_state(policy))
-    for name, parameter in policy.hf_named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{OPTIMIZER}{name}.{key}"] = value
+class Trained(NamedTuple):
+    """A model with its optimizer, and what the names of its tensors begin with."""
+
+    prefix: str
+    model: PolicyModel | ValueModel
+    optimizer: torch.optim.Optimizer
+
+
+def live_state(trained: Iterable[Trained]) -> dict[str, torch.Tensor]:
+    """Models and optimizers, the tensors themselves."""
+    found: dict[str, torch.Tensor] = {}
+    for each in trained:
+        found |= model_state(each)
+        for name, parameter in each.model.hf_named_parameters():
+            for key, value in each.optimizer.state.get(parameter, {}).items():
+                found[f"{each.prefix}{OPTIMIZER}{name}.{key}"] = value
     return found
 
 
-def model_state(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    saved = policy.model.state_dict(keep_vars=True)
-    for name, parameter in policy.hf_named_parameters():
-        yield f"{MODEL}{name}", parameter.detach()
-    for name, buffer in policy.model.named_buffers():
+def model_state(trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
+    prefix, model, _ = trained
+    saved = model.model.state_dict(keep_vars=True)
+    for name, parameter in model.hf_named_parameters():
+        yield f"{prefix}{MODEL}{name}", parameter.detach()
+    for name, buffer in model.model.named_buffers():
         if name in saved:
-            yield f"{MODEL}{name}", buffer
+            yield f"{prefix}{MODEL}{name}", buffer
 
 
-def make_room(policy: PolicyModel, optimizer: torch.optim.Optimizer, described: Described) -> dict[str, torch.Tensor]:
+def make_room(trained: Sequence[Trained], described: Described) -> dict[str, torch.Tensor]:
     """The live tensors to read a checkpoint into; AdamW's, which it makes at its first update, are made where the checkpoint has
     them. Raises CheckpointError where checkpoint and model are not the same in names, shapes or dtypes."""
-    for name, parameter in policy.hf_named_parameters():
-        if f"{OPTIMIZER}{name}.step" in described:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-    room = {name: tensor.detach() for name, tensor in live_state(policy, optimizer).items()}
+    for prefix, model, optimizer in trained:
+        for name, parameter in model.hf_named_parameters():
+            if f"{prefix}{OPTIMIZER}{name}.step" in described:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+    room = {name: tensor.detach() for name, tensor in live_state(trained).items()}
     check_match(room, {name: what for name, what in described.items() if not name.startswith(RNG)})
     return room
 

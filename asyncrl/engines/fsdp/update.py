@@ -20,6 +20,7 @@ from asyncrl.algorithms.reports import correction_sums
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.engines.fsdp.collate import Ints, MicroInputs, StepArrays, micro_inputs
 from asyncrl.engines.fsdp.model import PolicyModel
+from asyncrl.scheduling.microbatches import MicroBatch
 
 
 @dataclass
@@ -27,7 +28,7 @@ class StepWork:
     """A step's batch as one rank holds it, [B, T] on the device; rewards: what advantages are estimated from, on the host;
     lengths_B: input tokens per response, 0 where none trains. proximal_BT: the recomputed log-probs of this rank's responses (of
     all, where something is judged over a whole mini-batch), None where lp_prox needs no forward pass of its own;
-    sum_pi_squared_BT: Σπ² with them, where the advantage needs it."""
+    sum_pi_squared_BT: Σπ² with them, where the advantage needs it; values_BT, returns_BT: a critic's, before its first update."""
 
     arrays: StepArrays
     rewards: RewardBatch
@@ -39,6 +40,22 @@ class StepWork:
     staleness_BT: torch.Tensor
     proximal_BT: torch.Tensor | None = None
     sum_pi_squared_BT: torch.Tensor | None = None
+    values_BT: torch.Tensor | None = None
+    returns_BT: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """One optimizer update. micro_batches: this rank's; the rest comes from the whole mini-batch, so every rank has the same:
+    chosen_B, its responses; coefficients_B, of every token of a response; tokens, the trainable ones; left, those of them that
+    the correction keeps; whole, where the mini-batch is judged before it is cut."""
+
+    micro_batches: list[MicroBatch]
+    chosen_B: torch.Tensor
+    coefficients_B: torch.Tensor
+    tokens: int
+    left: int
+    whole: Judged | None = None
 
 
 @dataclass(frozen=True)
