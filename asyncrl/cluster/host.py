@@ -31,6 +31,8 @@ from asyncrl.transport.hosts import is_loopback
 log = logging.getLogger(__name__)
 GARBAGE_OBJECTS = 20_000  # containers made and not freed before the collector looks at the young ones; Python's own is 700
 
+COLLECT_SECONDS = 30.0
+
 
 def limit_threads() -> None:
     """One thread per process: more make neighbours spin for each other's cores. Before torch or numpy is imported."""
@@ -82,7 +84,9 @@ class ServiceHost:
     async def _run(self, book: AddressBook) -> dict[str, Any]:
         assert self._service is not None, "run before start"
         _collect_less()
+        collecting = asyncio.create_task(_collect_now_and_then())
         await self._service.run(book)
+        collecting.cancel()
         log.info("%s is done", self._row.name)
         return self._service.summary()
 
@@ -113,6 +117,14 @@ def _collect_less() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
+
+
+async def _collect_now_and_then() -> None:
+    """Without a full collection Python keeps thousands of freed tuples of each length for later ones, and the pages that they lie
+    on; by itself it comes to one less and less often."""
+    while True:
+        await asyncio.sleep(COLLECT_SECONDS)
+        gc.collect()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import socket
 import tempfile
 import threading
@@ -53,8 +52,7 @@ class RayRuntime:
         self._actors: dict[str, Any] = {}
         self._processes: dict[str, psutil.Process] = {}  # those of this host
         self._placed = 0
-        self._temp_dir: str | None = None  # Ray's
-        self._scratch: str | None = None  # everybody's temporary files: SGLang leaves some
+        self._folders: sweep.Folders | None = None  # where this run started a Ray of its own
         self._environment = {**WORKER_ENVIRONMENT, MARK: spec.run_id}
         self._janitor: Janitor | None = None
         self._opening: asyncio.Future[None] | None = None
@@ -78,10 +76,11 @@ class RayRuntime:
             self._janitor = self._hire_janitor()
             self._join(address)
             return
-        self._temp_dir = tempfile.mkdtemp(prefix="asyncrl-ray-", dir="/tmp")  # short: unix sockets below it have 107 characters
-        self._scratch = tempfile.mkdtemp(prefix="asyncrl-")
-        self._environment |= _with_temporary_files_in(self._scratch)
-        self._janitor = self._hire_janitor(self._temp_dir, self._scratch)
+        self._folders = sweep.folders_of(self._spec.run_id)
+        for folder in self._folders:
+            folder.mkdir(mode=0o700)
+        self._environment |= _with_temporary_files_in(self._folders.scratch)
+        self._janitor = self._hire_janitor(*map(str, self._folders))
         inherited = {name: os.environ.get(name) for name in self._environment}
         os.environ.update(self._environment)
         try:
@@ -91,7 +90,7 @@ class RayRuntime:
                     num_cpus=1,  # rows ask for none; this is how many idle workers Ray starts in advance
                     object_store_memory=OBJECT_STORE_BYTES,
                     namespace=self._spec.run_id,
-                    _temp_dir=self._temp_dir,
+                    _temp_dir=str(self._folders.ray),
                     **quiet,
                 )
         except Exception as error:  # boundary to Ray, whose start raises errors of no common kind
@@ -222,13 +221,13 @@ class RayRuntime:
         self._kill_marked()
         for name in sweep.remove_shared_memory(self._spec.run_id):
             log.info("removed shared memory %s", name)
-        for folder in filter(None, (self._temp_dir, self._scratch)):
-            shutil.rmtree(folder, ignore_errors=True)
+        if self._folders is not None:
+            sweep.remove_folders(self._folders)
         if self._janitor is not None:
             self._janitor.dismiss()
 
     def _kill_marked(self) -> None:
-        kill_marked(self._spec.run_id, [self._temp_dir] if self._temp_dir is not None else [])
+        kill_marked(self._spec.run_id, [str(self._folders.ray)] if self._folders is not None else [])
 
     def _leave_ray(self) -> None:
         """Returns late, or never, where Ray's own processes are gone or hang."""
@@ -237,10 +236,10 @@ class RayRuntime:
         ray.shutdown()
 
 
-def _with_temporary_files_in(folder: str) -> dict[str, str]:
+def _with_temporary_files_in(folder: Path) -> dict[str, str]:
     """Environment variables. What torch compiled stays where it is found again by the next run."""
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")))
-    return {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": compiled}
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def _keep_ray_off_the_terminal() -> None:

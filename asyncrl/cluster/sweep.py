@@ -1,10 +1,14 @@
-"""What a run could leave behind, and its removal: processes that outlived their stop, and shared memory."""
+"""What a run could leave behind, and its removal: processes that outlived their stop, shared memory, temporary folders."""
 
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -17,6 +21,24 @@ log = logging.getLogger(__name__)
 def shared_memory_of(run_id: str) -> str:
     """The path with which those of the run's files in shared memory begin."""
     return str(SHARED_MEMORY / run_prefix(run_id))
+
+
+class Folders(NamedTuple):
+    """Of a run that has a Ray of its own. ray: Ray's; scratch: its processes' temporary files, of which SGLang leaves some."""
+
+    ray: Path
+    scratch: Path
+
+
+def folders_of(run_id: str) -> Folders:
+    """Ray's path is short: those of unix sockets have room for 107 characters."""
+    return Folders(Path("/tmp", f"asyncrl-ray-{run_id}"), Path(tempfile.gettempdir(), f"asyncrl-{run_id}"))
+
+
+def remove_folders(folders: Folders) -> None:
+    """Whether they are there or not."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_shared_memory(run_id: str) -> list[str]:

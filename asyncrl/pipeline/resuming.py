@@ -162,12 +162,13 @@ def _lives(folder: Path) -> UserError:
 
 
 def _end_what_is_left(started: dict[str, Any]) -> None:
-    """Processes and shared memory of the earlier launch."""
+    """Of the earlier launch."""
     if (run_id := started.get("run_id")) is None:
         return
     from asyncrl.cluster.janitor import kill_marked
-    from asyncrl.cluster.sweep import remove_shared_memory
+    from asyncrl.cluster.sweep import folders_of, remove_folders, remove_shared_memory
 
     if killed := kill_marked(run_id):
         log.warning("%d processes of the earlier launch were still there, and are ended", killed)
     remove_shared_memory(run_id)
+    remove_folders(folders_of(run_id))
