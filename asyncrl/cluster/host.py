@@ -30,7 +30,6 @@ from asyncrl.transport.hosts import is_loopback
 
 log = logging.getLogger(__name__)
 GARBAGE_OBJECTS = 20_000  # containers made and not freed before the collector looks at the young ones; Python's own is 700
-
 COLLECT_SECONDS = 30.0
 
 
