@@ -41,9 +41,9 @@ from typing import Any, Literal
 
 import psutil
 
-import asyncrl
+from asyncrl.cluster.sweep import folders_of
+from tests.end_to_end.runs import Launched
 
-QUICKSTART = Path(__file__).parents[2] / "pipelines" / "quickstart.yaml"
 PERIOD_SECONDS = 5.0
 TELL_SECONDS = 60.0
 WARM_UP_SECONDS, WARM_UP_SHARE = 180.0, 0.5  # the shorter of the two
@@ -140,9 +140,9 @@ def judged(series: Series, limit: Limit, unit: float = 1.0) -> dict[str, Any]:
 class Readings:
     """What is read of a run, by name."""
 
-    def __init__(self, run_dir: Path, scratch: Path):
-        """scratch: the folder of temporary files, MLflow's file and run directory."""
-        self._run_dir, self._scratch = run_dir, scratch
+    def __init__(self, run_dir: Path, scratch: Path, launcher: int):
+        """scratch: the folder of temporary files, MLflow's file and run directory; launcher: the launcher's process id."""
+        self._run_dir, self._scratch, self._launcher = run_dir, scratch, psutil.Process(launcher)
         self.memory: dict[str, Series] = defaultdict(Series)
         self.pss: dict[str, Series] = defaultdict(Series)
         self.descriptors: dict[str, Series] = defaultdict(Series)
@@ -167,9 +167,9 @@ class Readings:
     def _read_processes(self, at: float, rows: dict[str, int]) -> None:
         self.ids |= set(rows.items())
         families = {name: family_of(pid) for name, pid in rows.items()}
-        families["launcher"] = [psutil.Process()]
+        families["launcher"] = [self._launcher]
         ours = {process for family in families.values() for process in family}
-        families["ray"] = [process for process in psutil.Process().children(recursive=True) if process not in ours]
+        families["ray"] = [process for process in self._launcher.children(recursive=True) if process not in ours]
         for name, family in families.items():
             memory, pss, descriptors = taken_by(family)
             self.memory[name].add(at, memory)
@@ -178,14 +178,13 @@ class Readings:
 
     def _read_files(self, at: float, run_id: str) -> None:
         """By the first part of their path, so that a folder counts as one."""
-        sessions = Path("/tmp").glob(f"asyncrl-ray-*/session_*_{os.getpid()}")
         groups = {
             **{path.name: [path] for path in self._run_dir.iterdir()},
             "mlflow.db": [self._scratch / "mlflow.db"],
             "mlruns": [self._scratch / "mlruns"],
             "temporary files": [self._scratch / "tmp"],
             "shared memory": Path("/dev/shm").glob(f"asyncrl-{run_id}-*"),
-            "Ray's folder": sessions,
+            "Ray's folder": [folders_of(run_id).ray],
             **{path.name: [path] for path in self._scratch.glob("mlflow.db-*")},
         }
         for name in groups.keys() | self.bytes.keys():
@@ -284,17 +283,14 @@ def soak(minutes: float, folder: Path, overrides: Sequence[str] = ()) -> dict[st
         "training.learning_rate=1.0e-5",  # the model goes on making mistakes, so that there are groups to train on
         "checkpoint.every=100",
         "queue.durability=process",
-        f"tracking.mlflow.uri=sqlite:///{folder}/mlflow.db",
         *overrides,
     ]
-    run = asyncrl.Pipeline.from_yaml(QUICKSTART, overrides).launch(folder / "run", progress=False)
-    while run.status().get("step", 0) < 1:
-        assert not run.done, run.wait()
-        time.sleep(0.5)
-    readings, start = Readings(run.run_dir, folder), min(WARM_UP_SECONDS, WARM_UP_SHARE * 60 * minutes)
+    run = Launched(folder / "run", *overrides, short=False)  # a process of its own: this one's readings are not its memory
+    run.until_step(1, 120)
+    readings, start = Readings(run.run_dir, folder, run.process.pid), min(WARM_UP_SECONDS, WARM_UP_SHARE * 60 * minutes)
     at, told, looked = 0.0, 0.0, time.monotonic()
     while at < 60 * minutes:
-        assert not run.done, run.wait()
+        assert run.process.poll() is None, run.text
         readings.read(at)
         if at >= told + TELL_SECONDS:
             told = at
@@ -302,8 +298,9 @@ def soak(minutes: float, folder: Path, overrides: Sequence[str] = ()) -> dict[st
         time.sleep(PERIOD_SECONDS)
         now = time.monotonic()
         at, looked = at + min(now - looked, 2 * PERIOD_SECONDS), now  # time during which all were suspended is none
-    run.stop()
-    summary = run.wait()
+    run.command("stop")
+    run.wait(120)
+    summary = run.summary
     checks = checks_of(readings, start)
     checks["the run ended as it was told to"] = {"status": summary["status"], "ok": summary["status"] == "interrupted"}
     worst = max(each["grown"] / each["allowed"] for name, each in checks.items() if name.startswith("memory"))

@@ -98,7 +98,7 @@ class TestAFolder:
         (tmp_path / "tmp").mkdir()
         self.run_dir = run_dir
         self.say(process=os.getpid())
-        return Readings(run_dir, tmp_path)
+        return Readings(run_dir, tmp_path, os.getpid())
 
     def say(self, *, process: int) -> None:
         (self.run_dir / "run.json").write_text(json.dumps({"run_id": "none", "processes": {"reward": [process, "here"]}}))
