@@ -49,14 +49,14 @@ from tests.models import tiny_model
 NAME = "inference/0"
 STREAMS, TOKENS = 16, 256
 TRANSFER_SECONDS = 3.0
-UPDATES = 20
+UPDATES, CONTEXT = 20, 320
 PROMPT = list(range(2, 18))
 LIMITS = {"decode_rate": 0.8, "log_prob": 1e-4, "versions": 3}
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, context: int = CONTEXT) -> Path:
     """Qwen2, 25 M parameters, float32; weights of an ordinary width, so that rounding stays ordinary."""
-    tiny_model(folder, hidden=512, layers=8, context=320)
+    tiny_model(folder, hidden=512, layers=8, context=context)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -377,7 +377,7 @@ async def benchmark(pairs: int) -> int:
 
 
 async def serve(folder: str) -> int:
-    server = InferenceServer(NAME, folder, EngineOptions(context_tokens=320, max_batch=STREAMS), make_receiver=WeightReceiver)
+    server = InferenceServer(NAME, folder, EngineOptions(context_tokens=CONTEXT, max_batch=STREAMS), make_receiver=WeightReceiver)
     print(json.dumps(await server.start()), flush=True)
     await server.run({})
     return 0

@@ -187,7 +187,7 @@ def _p50(values: list[float]) -> float:
 
 
 async def measure(folder: Path, updates: int, others: int) -> dict[str, Any]:
-    trainer = Trainer(make_model(folder / "model"))
+    trainer = Trainer(make_model(folder / "model", CONTEXT))
     copy_ms = 1e3 * trainer.copy_seconds()
     further = {"max-total-tokens": STREAMS * (CONTEXT + 64)}
     async with (
