@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -15,12 +16,12 @@ from asyncrl.config.schema import Config, TrainingConfig
 from asyncrl.engines.fsdp.process_group import RankGroup
 
 
-class InBlocks(nn.Module):
+class InBlocks(nn.Module, ABC):
     """A model of transformer blocks."""
 
+    @abstractmethod
     def layers(self) -> list[nn.Module]:
         """The blocks, first to last: what FSDP shards one by one."""
-        raise NotImplementedError
 
 
 Model = TypeVar("Model", bound=InBlocks)
