@@ -22,7 +22,13 @@ DEFAULT, NEAR = StalenessTis().name, "staleness_2"
 PRESETS = [name for name in entries_of(Correction) if name != General().name]
 STALE, LITTLE_STALE = 16, 2
 WITHIN = 0.05
-SETTINGS = ("training.learning_rate=5.0e-4", "training.schedule=constant", "eval.every=0", "queue.capacity=512")
+SETTINGS = (
+    "training.learning_rate=5.0e-4",
+    "training.schedule=constant",
+    "training.final_learning_rate_factor=0",
+    "eval.every=0",
+    "queue.capacity=512",
+)
 
 
 def last_evaluation(correction: str, bound: int, seed: int) -> dict[str, float]:
