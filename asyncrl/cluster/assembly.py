@@ -381,6 +381,7 @@ def _reward_front(spec: RunSpec, row: Row, life: Life) -> Service:
     return RewardFront(
         lambda book: _front_parts(spec, book),
         min_scored=config.reward.min_scored,
+        with_greedy=config.algorithm.advantage.needs.greedy,
         limit_seconds=config.reward.timeout_seconds,
         num_functions=len(config.reward.functions),
         max_worker_deaths=config.reward.max_worker_deaths,

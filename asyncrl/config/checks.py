@@ -48,8 +48,8 @@ def advice(config: Config, facts: Facts) -> list[str]:
         )
     if config.data.eval == config.data.train and not config.data.train.startswith(("builtin/", "<")):
         said.append("data.eval is data.train: evaluations will be on prompts that were trained on")
-    if rollout.max_concurrent < rollout.group_size:
-        said.append(f"rollout.max_concurrent is {rollout.max_concurrent}, less than one group of {rollout.group_size}")
+    if rollout.max_concurrent < config.members_per_group:
+        said.append(f"rollout.max_concurrent is {rollout.max_concurrent}, less than one group of {config.members_per_group}")
     said += checks_effect.parameters_without_effect(config)
     processes = training.ranks + config.inference.servers * config.inference.tensor_parallel
     if 0 < facts.gpus < processes:

@@ -185,7 +185,7 @@ def parameters_without_effect(config: Config) -> Iterator[str]:
 
 def check_filter(config: Config, facts: Facts) -> Iterator[Problem]:
     """What the filter would make of every group, or could not do to any."""
-    training, size = config.training, config.rollout.group_size
+    training, size = config.training, config.members_per_group  # a greedy response is one more to differ from
     if size == 1 and training.filter != "keep" and not config.algorithm.advantage.needs.group:
         yield Problem(
             "training.filter",

@@ -139,7 +139,7 @@ def _queue_bytes(config: Config) -> int:
     """Both topics at their bound, or at what may be live, whichever is less."""
     rollout, training = config.rollout, config.training
     response_bytes = 25 * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-    live = (1 + rollout.max_staleness) * training.publish_every * training.groups_per_step * rollout.group_size
+    live = (1 + rollout.max_staleness) * training.publish_every * training.groups_per_step * config.members_per_group
     return int(2 * min(config.queue.capacity_megabytes * MB, live * response_bytes))
 
 

@@ -404,6 +404,12 @@ class Config(Section):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where figures go.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Processes.")
 
+    @property
+    def members_per_group(self) -> int:
+        """Trajectories of each prompt group: rollout.group_size samples, and the greedy response where the advantage needs
+        one."""
+        return self.rollout.group_size + self.algorithm.advantage.needs.greedy
+
     def to_mapping(self) -> dict[str, Any]:
         """Plain values, complete: launching them again is the same run."""
         return self.model_dump(mode="json")

@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import MalformedFrame, OversizedFrame, TruncatedFrame, UnknownSchema, UnknownTag
-from asyncrl.messages.types import GroupId, ScoredGroup, Trajectory, TrajectoryId
+from asyncrl.messages.types import GreedyResponse, GroupId, ScoredGroup, Trajectory, TrajectoryId
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 TRAJECTORY, SCORED_GROUP = "trajectory", "scored_group"
 
 Message = Trajectory | ScoredGroup
@@ -45,7 +45,7 @@ _TRAJECTORY_FIELDS = (
 )  # fmt: skip
 _GROUP_FIELDS = (
     "id", "group_size", "start_version", "components", "finish_reasons", "failures", "prompt", "responses", "ground_truth",
-    "metrics",
+    "metrics", "greedy",
 )  # fmt: skip
 _TRAJECTORY_ARRAYS = ("prompt_tokens", "response_tokens", "versions", "log_probs", "loss_mask")
 _GROUP_ARRAYS = ("prompt_tokens", "response_tokens", "versions", "members", "lengths", "log_probs", "rewards", "loss_mask")
@@ -279,6 +279,7 @@ def _scored_group(fields: list[Any], arrays: list[Array]) -> ScoredGroup:
     _check_scored_group(fields, arrays)
     fields[0] = GroupId._make(fields[0])
     fields[3] = dict(zip(fields[3], arrays[_BEFORE_COMPONENTS:-1], strict=True))
+    fields[-1] = None if fields[-1] is None else GreedyResponse._make(fields[-1])
     del arrays[_BEFORE_COMPONENTS:-1]
     return _filled(ScoredGroup, dict(zip(_GROUP_FIELDS + _GROUP_ARRAYS, fields + arrays, strict=True)))
 
@@ -298,8 +299,8 @@ def _filled(kind: type[_Kind], values: dict[str, Any]) -> _Kind:
 def _check_trajectory(fields: Sequence[Any], num_tokens: int) -> None:
     (identity, group_size, start_version, finish, prompt, response, truth, extra, messages, calls, seconds, failure) = fields
     _check_identity(identity, 4, group_size, start_version)
-    if identity[3] >= group_size:
-        raise MalformedFrame(f"member is below group_size {group_size}; found {identity}")
+    if identity[3] > group_size:
+        raise MalformedFrame(f"member is at most group_size {group_size}, which is the greedy response; found {identity}")
     if type(finish) is not str or finish not in _FINISH_REASONS:
         raise MalformedFrame(f"finish_reason is a known one; found {finish!r:.40}")
     if type(response) is not str:
@@ -317,7 +318,7 @@ def _check_trajectory(fields: Sequence[Any], num_tokens: int) -> None:
 
 
 def _check_scored_group(fields: Sequence[Any], arrays: Sequence[Array]) -> None:
-    (identity, group_size, start_version, _names, finish_reasons, failures, prompt, responses, truth, metrics) = fields
+    (identity, group_size, start_version, _names, finish_reasons, failures, prompt, responses, truth, metrics, greedy) = fields
     _, tokens, _, members, lengths, _, rewards, *_ = arrays
     _check_identity(identity, 3, group_size, start_version)
     _check_members(members, lengths, group_size, tokens.size)
@@ -330,6 +331,7 @@ def _check_scored_group(fields: Sequence[Any], arrays: Sequence[Array]) -> None:
     _check_json(truth)
     numbers = type(metrics) is dict and all(map(_is_text, metrics)) and all(map(_is_number, metrics.values()))
     _check(numbers, "metrics are numbers by name", metrics)
+    _check(greedy is None or _is_greedy(greedy), "greedy is a finite reward, the oldest and the newest version", greedy)
 
 
 def _check(holds: bool, rule: str, found: object) -> None:
@@ -375,6 +377,13 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) is float or (isinstance(value, (int, float)) and type(value) is not bool)
+
+
+def _is_greedy(value: Any) -> bool:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        return False
+    reward, *versions = value
+    return type(reward) is float and math.isfinite(reward) and _are_counts(versions)
 
 
 def _is_text(value: Any) -> bool:

@@ -49,7 +49,8 @@ class SelectionRules:
 @dataclass(frozen=True)
 class Candidate:
     """What a pick needs to know of a scored group. oldest, newest: versions over its trainable tokens, None where it has none;
-    equal_rewards: max = min over its scored members (one alone included)."""
+    equal_rewards: max = min over its scored members (one alone included) and, where it has one, its greedy response: no advantage
+    differs from 0."""
 
     id: GroupId
     oldest: int | None
@@ -194,6 +195,8 @@ class Selector:
 def candidate_of(group: ScoredGroup) -> Candidate:
     """A scored group as a pick sees it."""
     rewards = [reward for reward in group.rewards.tolist() if math.isfinite(reward)]
+    if group.greedy is not None:
+        rewards.append(group.greedy.reward)
     equal = len(rewards) < 2 or max(rewards) == min(rewards)
     versions = group.versions[scored_mask(group)]
     if not len(versions):

@@ -280,8 +280,8 @@ class _Run:
         self._beginning: Beginning | None = None
         if config.queue.durability == "none":
             self.ledger = WatchedLedger()
-            lease, group_size = config.queue.lease_seconds, config.rollout.group_size
-            hooks = connect(self.ledger, topics_of(config), lease_seconds=lease, group_size=group_size)
+            lease, members = config.queue.lease_seconds, config.members_per_group
+            hooks = connect(self.ledger, topics_of(config), lease_seconds=lease, members_per_group=members)
         else:
             self._beginning = Beginning(config, self._run_dir, Fresh(incarnation=1), clock=self.clock)
             self.ledger = self._beginning.ledger = WatchedLedger()
@@ -327,6 +327,7 @@ class _Run:
         return RewardFront(
             lambda book: self._front_parts(lines),
             min_scored=self.config.reward.min_scored,
+            with_greedy=self.config.algorithm.advantage.needs.greedy,
             limit_seconds=self.config.reward.timeout_seconds,
             num_functions=len(self.config.reward.functions),
             max_worker_deaths=self.config.reward.max_worker_deaths,

@@ -41,6 +41,9 @@ class ReinforcePpBaseline(Entry):
 
 
 class Remax(Entry):
+    """The run asks for one greedy response more to each prompt, scored like the samples. Whatever becomes of it, it does not train;
+    a group whose greedy response failed has failed."""
+
     requires: ClassVar[Needs] = Needs(greedy=True)
     name: Literal["remax"] = Field("remax", description="Reward minus that of the greedy response to the same prompt.")
 

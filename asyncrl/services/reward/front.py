@@ -69,7 +69,7 @@ class FrontParts:
 
 class RewardFront:
     """Row `reward`. parts: called in `run` with everybody's addresses. limit_seconds: `reward.timeout_seconds`, which bounds the
-    wait for a worker's answer; num_functions: how many calls a sample takes; max_worker_deaths: with a sample, and it failed.
+    wait for a worker's answer; num_functions: how many calls a sample takes; with_greedy: each group has a greedy response; max_worker_deaths: with a sample, and it failed.
     silence_seconds: a worker that did not say for this long that it lives, which it does once a second, is lost; away_seconds:
     how long there may be none at all, while some wait to be started again; margin_seconds: what a batch may take beyond its
     calls, replacing a child process included."""
@@ -81,6 +81,7 @@ class RewardFront:
         parts: Callable[[AddressBook], FrontParts],
         *,
         min_scored: int,
+        with_greedy: bool = False,
         limit_seconds: float,
         num_functions: int,
         max_worker_deaths: int = 2,
@@ -94,7 +95,7 @@ class RewardFront:
         self._make_parts, self._clock, self._connect = parts, clock, connect
         self._call_seconds, self._margin_seconds = num_functions * (limit_seconds + 1.0), margin_seconds
         self._silence_seconds, self._away_seconds = silence_seconds, away_seconds
-        self._assembler = GroupAssembler(min_scored)
+        self._assembler = GroupAssembler(min_scored, with_greedy=with_greedy)
         self._dispatcher = Dispatcher(max_worker_deaths)
         self._max_failed_groups, self._failed_in_a_row = max_failed_groups, 0
         self._deaths = f"its worker died {max_worker_deaths} times while scoring it"
