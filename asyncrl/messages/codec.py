@@ -1,6 +1,7 @@
 """Messages as bytes: a msgpack header and raw arrays, as frames or as one payload.
 
-    header  = [tag, schema version, [field, …], [count, …]]        counts: prompt tokens P, tokens T; of a group also members n
+    header  = [tag, schema version, [field, …], [count, …]]        counts: prompt tokens P, tokens T;
+                                                                   of a group also members n, tokens that a teacher judged
     frames  = [header, array, array, …]
     payload = header's length (8 bytes), header, padding, array, array, …, padding
 
@@ -48,14 +49,17 @@ _GROUP_FIELDS = (
     "metrics", "greedy",
 )  # fmt: skip
 _TRAJECTORY_ARRAYS = ("prompt_tokens", "response_tokens", "versions", "log_probs", "loss_mask")
-_GROUP_ARRAYS = ("prompt_tokens", "response_tokens", "versions", "members", "lengths", "log_probs", "rewards", "loss_mask")
+_GROUP_ARRAYS = (
+    "prompt_tokens", "response_tokens", "versions", "members", "lengths", "log_probs", "teacher_log_probs", "rewards",
+    "loss_mask",
+)  # fmt: skip
 _NUM_GROUP_INTS = 5
-_BEFORE_COMPONENTS = 7  # of a group's arrays: then comes one per component, whose names are a field, then the mask
+_BEFORE_COMPONENTS = 8  # of a group's arrays: then comes one per component, whose names are a field, then the mask
 
 _INT32, _FLOAT32, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|b1")
 _TRAJECTORY_DTYPES = [_INT32] * 3 + [_FLOAT32, _BOOL]
 _NUM_FIELDS = {TRAJECTORY: len(_TRAJECTORY_FIELDS), SCORED_GROUP: len(_GROUP_FIELDS)}
-_NUM_COUNTS = {TRAJECTORY: 2, SCORED_GROUP: 3}
+_NUM_COUNTS = {TRAJECTORY: 2, SCORED_GROUP: 4}
 _FINISH_REASONS = frozenset(("stop", "length", "abort", "failed"))
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _CONTAINERS = frozenset((list, tuple, dict))
@@ -190,12 +194,12 @@ def _dtypes_and_sizes(tag: str, fields: Sequence[Any], counts: Sequence[int]) ->
     if tag == TRAJECTORY:
         prompt, tokens = counts
         return _TRAJECTORY_DTYPES, [prompt, tokens, tokens, tokens, tokens]
-    prompt, tokens, members = counts
+    prompt, tokens, members, judged = counts
     names = fields[3]
     _check(_list_of(names, _is_text) and len(set(names)) == len(names), "components have names, each once", names)
     of_members = 1 + len(names)  # rewards and components
-    dtypes = [_INT32] * _NUM_GROUP_INTS + [_FLOAT32] * (1 + of_members) + [_BOOL]
-    return dtypes, [prompt, tokens, tokens, members, members, tokens] + [members] * of_members + [tokens]
+    dtypes = [_INT32] * _NUM_GROUP_INTS + [_FLOAT32] * (2 + of_members) + [_BOOL]
+    return dtypes, [prompt, tokens, tokens, members, members, tokens, judged] + [members] * of_members + [tokens]
 
 
 def _take_apart(message: Message) -> tuple[bytes, Sequence[Array], int]:
@@ -226,7 +230,7 @@ def _take_scored_group(values: dict[str, Any]) -> tuple[bytes, Sequence[Array], 
     components = fields[3]
     fields[3] = list(components)
     arrays[_BEFORE_COMPONENTS:_BEFORE_COMPONENTS] = components.values()
-    counts = (arrays[0].size, arrays[1].size, arrays[3].size)
+    counts = (arrays[0].size, arrays[1].size, arrays[3].size, arrays[6].size)
     dtypes, sizes = _dtypes_and_sizes(SCORED_GROUP, fields, counts)
     _check_arrays(arrays, dtypes, [(size,) for size in sizes])
     _check_scored_group(fields, arrays)
@@ -319,9 +323,10 @@ def _check_trajectory(fields: Sequence[Any], num_tokens: int) -> None:
 
 def _check_scored_group(fields: Sequence[Any], arrays: Sequence[Array]) -> None:
     (identity, group_size, start_version, _names, finish_reasons, failures, prompt, responses, truth, metrics, greedy) = fields
-    _, tokens, _, members, lengths, _, rewards, *_ = arrays
+    _, tokens, _, members, lengths, _, judged, rewards, *_ = arrays
     _check_identity(identity, 3, group_size, start_version)
     _check_members(members, lengths, group_size, tokens.size)
+    _check(judged.size in (0, tokens.size), "a teacher judges every token or none", judged.size)
     per_member = [(finish_reasons, _is_text), (failures, _is_text_or_none), (responses, _is_text)]
     for values, is_right in per_member:
         _check(_list_of(values, is_right) and len(values) == members.size, "texts are one per member", values)

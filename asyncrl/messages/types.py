@@ -108,7 +108,8 @@ class ScoredGroup:
     members int32[n], the members present, ascending; lengths int32[n], response tokens of each; response_tokens, loss_mask,
     log_probs, versions [T]; rewards float32[n], NaN where a member has none, and then `failures[i]` says why.
     `components[name]` float32[n] are the unweighted scores of each reward function. The greedy response is no member: `greedy`
-    has its reward, None in a run that asks for none.
+    has its reward, None in a run that asks for none. teacher_log_probs float32[T] of a teacher, NaN for a member that it did not
+    judge; of length 0 in a run without one.
     """
 
     id: GroupId
@@ -130,6 +131,7 @@ class ScoredGroup:
     ground_truth: Json = None
     metrics: dict[str, float] = field(default_factory=dict)  # whatever else the reward functions logged, group means
     greedy: GreedyResponse | None = None
+    teacher_log_probs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @property
     def num_scored(self) -> int:

@@ -2,8 +2,8 @@
 
 A group closes when each of its members is accounted for: scored, failed in generation, or failed in scoring. Members are its
 `group_size` samples and, where the run has one, the greedy response that is their baseline; a group without its baseline has
-failed. Every group that was begun and whose members all arrive closes exactly once. A second copy of a trajectory is dropped by its id,
-also after its group has closed.
+failed. Every group that was begun and whose members all arrive closes exactly once. A second copy of a trajectory is dropped by
+its id, also after its group has closed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncrl.messages import GreedyResponse, GroupId, ScoredGroup, Trajectory, TrajectoryId
 from asyncrl.messages.id_sets import RecentIds
@@ -31,17 +32,20 @@ _of_member = attrgetter(
 
 
 class MemberScore(NamedTuple):
-    """How a member was scored: a finite reward, or None and the reason. `components` and `metrics`: see `ScoredGroup`."""
+    """How a member was scored: a finite reward, or None and the reason. `components`, `metrics` and `teacher_log_probs`:
+    see `ScoredGroup`."""
 
     reward: float | None
     components: Mapping[str, float] = _NOTHING
     metrics: Mapping[str, float] = _NOTHING
     failure: str | None = None
+    teacher_log_probs: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
 class FailedGroup:
-    """A closed group with fewer than `min_scored` scored samples, or without its greedy response, and why. `failures[i]` belongs to `trajectories[i]`."""
+    """A closed group with fewer than `min_scored` scored samples, or without its greedy response, and why. `failures[i]` belongs
+    to `trajectories[i]`."""
 
     id: GroupId
     reason: str
@@ -182,7 +186,7 @@ def _failed_group(group_id: GroupId, group: _Open, reason: str) -> FailedGroup:
 def _scored_group(group_id: GroupId, group: _Open) -> ScoredGroup:
     order = [member for member in sorted(group.members) if member < group.group_size]
     members = [group.members[member] for member in order]
-    rewards, components, metrics, failures = zip(*[group.scores[member] for member in order], strict=True)
+    rewards, components, metrics, failures, judgements = zip(*[group.scores[member] for member in order], strict=True)
     tokens, masks, log_probs, versions, finish_reasons, responses, started = zip(*map(_of_member, members), strict=True)
     first = members[0]
     return ScoredGroup(
@@ -205,7 +209,19 @@ def _scored_group(group_id: GroupId, group: _Open) -> ScoredGroup:
         ground_truth=first.ground_truth,
         metrics=_means([logged for logged, reward in zip(metrics, rewards, strict=True) if reward is not None]),
         greedy=_greedy_response(group) if group.group_size in group.members else None,
+        teacher_log_probs=_judged(judgements, tokens),
     )
+
+
+def _judged(judgements: Sequence[npt.NDArray[np.float32] | None], tokens: Sequence[Any]) -> npt.NDArray[np.float32]:
+    """End to end, NaN for a member without; nothing where no member has any."""
+    if all(judgement is None for judgement in judgements):
+        return np.zeros(0, np.float32)
+    parts = [
+        np.full(len(own), np.nan, np.float32) if judgement is None else judgement
+        for judgement, own in zip(judgements, tokens, strict=True)
+    ]
+    return np.concatenate(parts)
 
 
 def _greedy_response(group: _Open) -> GreedyResponse:

@@ -50,7 +50,7 @@ class SelectionRules:
 class Candidate:
     """What a pick needs to know of a scored group. oldest, newest: versions over its trainable tokens, None where it has none;
     equal_rewards: max = min over its scored members (one alone included) and, where it has one, its greedy response: no advantage
-    differs from 0."""
+    differs from 0. Never of a group that a teacher judged."""
 
     id: GroupId
     oldest: int | None
@@ -197,7 +197,7 @@ def candidate_of(group: ScoredGroup) -> Candidate:
     rewards = [reward for reward in group.rewards.tolist() if math.isfinite(reward)]
     if group.greedy is not None:
         rewards.append(group.greedy.reward)
-    equal = len(rewards) < 2 or max(rewards) == min(rewards)
+    equal = not len(group.teacher_log_probs) and (len(rewards) < 2 or max(rewards) == min(rewards))
     versions = group.versions[scored_mask(group)]
     if not len(versions):
         return Candidate(group.id, None, None, equal)

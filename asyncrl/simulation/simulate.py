@@ -48,6 +48,7 @@ from asyncrl.services.trainer.parts import LeaderParts
 from asyncrl.simulation.inference import FakeInference
 from asyncrl.simulation.loop import VirtualClock, run_virtual
 from asyncrl.simulation.processes import LateSender, Lines, Loss, MortalReceiver, Row
+from asyncrl.simulation.teacher import FakeTeacher, Judge, by_the_tokens
 from asyncrl.simulation.training import FakeLauncher, FakeTrainingEngine, VirtualBlocking
 from asyncrl.simulation.weights import SimulatedSync
 from asyncrl.simulation.workers import Workers
@@ -65,9 +66,9 @@ class World:
     """How fast the simulated machines are, and what they answer. Seconds are virtual.
 
     num_tokens: length of an answer; failure: why a member cannot be generated, or None; reward: a sample's score, None for a
-    failed one; lag(server, version): from publication to confirmation; workers: reward workers; lethal: whether a sample kills
-    its worker, which is back after `back_after`; losses: who dies when; call_seconds: a call of one that may die to the ledger
-    takes so long, and its answer too.
+    failed one; judge: what the teacher says of one, in a run that has a teacher, after `judge_seconds`; lag(server, version):
+    from publication to confirmation; workers: reward workers; lethal: whether a sample kills its worker, which is back after
+    `back_after`; losses: who dies when; call_seconds: a call of one that may die to the ledger takes so long, and its answer too.
     """
 
     token_seconds: float = 0.01
@@ -76,6 +77,8 @@ class World:
     max_running: int | None = None
     reward: Callable[[Mapping[str, Any]], float | None] = every_other_reward
     score_seconds: float = 0.001
+    judge: Judge = by_the_tokens
+    judge_seconds: float = 0.01
     step_seconds: Callable[[TrainBatch], float] = lambda batch: 0.5
     lag: Callable[[str, int], float] = lambda server, version: 0.05
     servers: tuple[str, ...] = ("inference/0",)
@@ -206,6 +209,7 @@ class _Run:
             failure=world.failure,
             max_running=world.max_running,
         )
+        self._teacher = FakeTeacher(world.judge, seconds=world.judge_seconds)
         self.sync = SimulatedSync(self.clock, servers=world.servers, lag=world.lag, on_commit=self._committed)
         blocking = VirtualBlocking()
         self.trainer_engine = FakeTrainingEngine(blocking, step_seconds=world.step_seconds)
@@ -343,6 +347,7 @@ class _Run:
             ledger=lines.to(self.ledger),
             tracker=self.tracker,
             kept=self._kept(lines, "reward.jsonl"),
+            teacher=self._teacher if self.config.algorithm.advantage.needs.teacher else None,
         )
 
     def _kept(self, lines: Lines, name: str) -> KeptFigures:

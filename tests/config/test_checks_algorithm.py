@@ -17,7 +17,7 @@ from tests.config.samples import MINIMAL
 DROPPING = ("seq_mis", "geo_mis", "geo_mis_token_tis", "geo_mis_seq_tis", "k3_mask", "k3_mask_token_tis", "k3_mask_seq_tis")
 VETOED = {"name": "token_tis", "veto": 1e-4}
 BEHAVIOUR = ("dppo_tv", "dppo_kl", "dro", "topr", "m2po")
-NEED_MORE = ("gdpo",)
+NEED_MORE = ("gdpo", "distillation")
 
 
 def entry(name: str) -> Any:
@@ -57,6 +57,22 @@ def test_an_estimator_without_groups_needs_none(name: str) -> None:
 def test_one_response_differs_from_nothing_but_a_greedy_one() -> None:
     assert found(group_size=1, filter="drop", advantage="remax") == []
     refused("training.filter", "rollout.group_size is 1", group_size=1, filter="drop", advantage="reinforce_pp")
+
+
+TEACHER = {"path": "builtin/arithmetic"}
+
+
+@pytest.mark.parametrize(("teacher", "words"), [({}, "names none"), ({**TEACHER, "url": "http://127.0.0.1:1"}, "both")])
+def test_distillation_needs_one_teacher(teacher: Any, words: str) -> None:
+    refused("algorithm.teacher", words, advantage="distillation", teacher=teacher)
+
+
+def test_distillation_needs_no_group_and_no_rewards_that_differ() -> None:
+    assert found(group_size=1, filter="drop", advantage="distillation", teacher=TEACHER) == []
+
+
+def test_a_teacher_without_distillation_does_nothing() -> None:
+    refused("algorithm.teacher.path", "needs no teacher", teacher=TEACHER)
 
 
 def test_gdpo_needs_several_rewards_and_groups_of_equal_totals() -> None:

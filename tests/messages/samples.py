@@ -125,6 +125,7 @@ def scored_groups(draw: st.DrawFn) -> ScoredGroup:
         responses=draw(st.lists(texts, min_size=num, max_size=num)),
         ground_truth=draw(plain_values),
         metrics=draw(st.dictionaries(texts, st.floats(), max_size=3)),
+        teacher_log_probs=draw(arrays(np.float32, draw(st.sampled_from([0, sum(lengths)])))),
         greedy=draw(st.none() | st.builds(GreedyResponse, st.floats(allow_nan=False, allow_infinity=False), counts, counts)),
     )
 

@@ -151,6 +151,7 @@ def test_a_trajectory_that_breaks_a_rule_is_refused_when_it_is_sent(change, rule
         ({"members": np.array([1, 0], dtype=np.int32)}, "ascend"),
         ({"members": np.array([0, 2], dtype=np.int32)}, "below group_size"),
         ({"greedy": GreedyResponse(float("nan"), 0, 0)}, "greedy is a finite reward"),
+        ({"teacher_log_probs": np.zeros(3, dtype=np.float32)}, "a teacher judges every token or none"),
         ({"greedy": GreedyResponse(1.0, -1, 0)}, "greedy is a finite reward"),
         ({"rewards": np.ones(3, dtype=np.float32)}, "one value per member"),
         ({"rewards": np.array([1, np.nan], dtype=np.float32)}, "has its failure"),

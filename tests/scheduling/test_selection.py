@@ -82,6 +82,11 @@ def test_a_greedy_response_that_differs_gives_equal_rewards_an_advantage():
     assert not candidate_of(scored_group(rewards=rewards, greedy=better)).equal_rewards
 
 
+def test_a_group_that_a_teacher_judged_teaches_something_whatever_its_rewards():
+    judged = scored_group(rewards=np.ones(2, np.float32), teacher_log_probs=np.zeros(5, np.float32))
+    assert not candidate_of(judged).equal_rewards
+
+
 def test_one_response_has_an_advantage_over_the_greedy_one():
     one = {"rewards": np.array([np.nan, 1.0], np.float32), "failures": ["reward raised", None]}
     assert not candidate_of(scored_group(**one, greedy=GreedyResponse(0.0, 0, 1))).equal_rewards

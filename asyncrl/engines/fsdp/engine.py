@@ -19,7 +19,14 @@ from asyncrl.algorithms.proximal import PROXIMALS
 from asyncrl.algorithms.reports import correction_metrics
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.engines.fsdp import state
-from asyncrl.engines.fsdp.collate import StepArrays, collate_components, collate_greedy, collate_step, input_lengths
+from asyncrl.engines.fsdp.collate import (
+    StepArrays,
+    collate_components,
+    collate_greedy,
+    collate_step,
+    collate_teacher,
+    input_lengths,
+)
 from asyncrl.engines.fsdp.critic import Critic, ValueModel
 from asyncrl.engines.fsdp.model import PolicyModel
 from asyncrl.engines.fsdp.process_group import RankGroup
@@ -237,6 +244,9 @@ class FsdpEngine:
         rewards = RewardBatch(arrays.rewards_B, torch.from_numpy(arrays.groups_B), arrays.mask_BT)
         if needs.greedy:
             rewards = replace(rewards, greedy_B=collate_greedy(batch.groups))
+        if needs.teacher:
+            teacher_BT = collate_teacher(batch.groups, arrays.behaviour_BT)
+            rewards = replace(rewards, teacher_BT=teacher_BT, behaviour_BT=arrays.behaviour_BT)
         if not needs.components:
             return rewards
         weights = self._config.reward.component_weights
