@@ -48,14 +48,17 @@ def advantage(
     greedy_rewards: torch.Tensor | None = None,
     log_probs: torch.Tensor | None = None,
     sum_pi_squared: torch.Tensor | None = None,
+    teacher_log_probs: torch.Tensor | None = None,
+    behaviour_log_probs: torch.Tensor | None = None,
     **params: Any,
 ) -> torch.Tensor:
     """Advantages [B, T] of a whole batch, of the dtype of `rewards`; 0 outside the mask and where the reward is missing.
 
-    rewards floating [B], NaN = missing; group_ids [B], any integers, equal for the responses to one prompt; reward_components
-    [B, K] with component_weights [K] for gdpo; greedy_rewards [B] for remax; log_probs and sum_pi_squared [B, T] under the
-    proximal policy for the token baselines. name: a built-in or registered name, `pkg.mod:fn`, or a mapping with `name` and
-    parameters; params: the estimator's own. gae has a call of its own, since it needs values.
+    rewards floating [B], NaN = missing; group_ids [B], any integers, equal for the responses to one prompt; reward_components [B,
+    K] with component_weights [K] for gdpo; greedy_rewards [B] for remax; log_probs and sum_pi_squared [B, T] under the proximal
+    policy for the token baselines; teacher_log_probs and behaviour_log_probs [B, T] for distillation. name: a built-in or
+    registered name, `pkg.mod:fn`, or a mapping with `name` and parameters; params: the estimator's own. gae has a call of its
+    own, since it needs values.
     """
     entry = naming.resolve("advantage", name, params)
     needs = needs_of("advantage", entry) if isinstance(entry, UserFunction) else entry.needs
@@ -69,6 +72,8 @@ def advantage(
         (needs.greedy, greedy_rewards, "greedy_rewards"),
         (needs.probabilities, log_probs, "log_probs"),
         (needs.probabilities, sum_pi_squared, "sum_pi_squared"),
+        (needs.teacher, teacher_log_probs, "teacher_log_probs"),
+        (needs.teacher, behaviour_log_probs, "behaviour_log_probs"),
     ):
         if needed and given is None:
             raise UserError(f"the advantage {entry.name} needs {key}, which is None: give it")
@@ -86,6 +91,8 @@ def advantage(
         components_BK=components_BK,
         component_weights_K=weights_K,
         greedy_B=greedy_B,
+        teacher_BT=None if teacher_log_probs is None else _each_token("teacher_log_probs", teacher_log_probs, mask_BT),
+        behaviour_BT=None if behaviour_log_probs is None else _each_token("behaviour_log_probs", behaviour_log_probs, mask_BT),
         log_probs_BT=None if log_probs is None else _each_token("log_probs", log_probs, mask_BT),
         sum_pi_squared_BT=None if sum_pi_squared is None else _each_token("sum_pi_squared", sum_pi_squared, mask_BT),
     )

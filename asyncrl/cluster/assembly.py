@@ -6,8 +6,9 @@
     inference/i      InferenceServer       the embedded engine, a weight receiver around it
                      SglangServer          or an SGLang server as its child, or one that is attached to
     trainer/i        TrainerService        FSDP2 engine, shared-memory publisher; rank 0 also receiver, ledger, tracker
+    teacher/0        InferenceServer       the embedded engine alone, on algorithm.teacher.path
     rollouter        Rollouter             prompt source, fleet client, agent, sender, ledger, tracker
-    reward           RewardFront           receiver, sender, ledger, tracker
+    reward           RewardFront           receiver, sender, ledger, tracker, a line to the teacher
     reward/i         RewardWorker          an executor of the run's reward functions
 
 Imports stand inside the builders, so that a process loads what its own row needs and nothing else.
@@ -30,7 +31,7 @@ from asyncrl.transport import security
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
     from asyncrl.messages import ScoredGroup
-    from asyncrl.protocols import TrainingEngine
+    from asyncrl.protocols import Teacher, TrainingEngine
     from asyncrl.services.message_queue.recovery import Recovery
     from asyncrl.services.parameter_sync.service import Channel
     from asyncrl.services.reward import FrontParts
@@ -54,7 +55,7 @@ def load(spec: RunSpec, row: Row) -> None:
     """Import what takes seconds of the parts of `row`, which may happen while its model is still being made."""
     if row.role == "trainer":
         import asyncrl.engines.fsdp
-    elif row.role == "inference" and spec.config["inference"]["engine"] == "embedded":
+    elif row.role == "teacher" or (row.role == "inference" and spec.config["inference"]["engine"] == "embedded"):
         import asyncrl.engines.embedded  # noqa: F401
 
 
@@ -203,6 +204,35 @@ def _embedded(row: Row, config: Config) -> Service:
     return InferenceServer(row.name, model_folder(config.model.path), options, make_receiver=WeightReceiver)
 
 
+def _teacher(spec: RunSpec, row: Row, life: Life) -> Service:
+    """No weight receiver: it stays as it was loaded."""
+    from asyncrl.engines.embedded import EngineOptions
+    from asyncrl.services.inference import InferenceServer
+
+    config = spec.parsed_config()
+    path = config.algorithm.teacher.path
+    assert path is not None, "there is a row for a path alone"
+    options = EngineOptions(
+        dtype=config.model.dtype,
+        device=_server_device(),
+        context_tokens=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_batch=1,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return InferenceServer(row.name, model_folder(path), options, make_receiver=None)
+
+
+def _where_the_teacher_is(config: Config, book: AddressBook) -> tuple[str, str, str | None] | None:
+    """(its name, URL, and the token that it wants), None where the run needs none."""
+    if not config.algorithm.advantage.needs.teacher:
+        return None
+    if config.algorithm.serves_teacher:
+        return "teacher/0", book["teacher/0"]["http"], security.door().token
+    url = config.algorithm.teacher.url
+    assert url is not None, "a teacher has a path or a url"
+    return f"the teacher at {url}", url.rstrip("/"), None
+
+
 def _meeting_host(config: Config) -> str:
     """Where the trainer's ranks meet, on loopback unless they may be on several hosts: torch.distributed asks for no key."""
     from asyncrl.transport.hosts import LOOPBACK
@@ -315,20 +345,22 @@ def _rollouter(spec: RunSpec, row: Row, life: Life) -> Service:
 
     async def connect(book: AddressBook) -> RollouterParts:
         parts = _rollouter_parts(spec, config, book)
-        if config.inference.engine == "sglang":
-            await _compare_tokenizers(book, parts)
+        await _compare_tokenizers(config, book, parts)
         return parts
 
     return Rollouter(config, connect, clock=CLOCK)
 
 
-async def _compare_tokenizers(book: AddressBook, parts: RollouterParts) -> None:
-    """Raises RunError where a server's is another."""
+async def _compare_tokenizers(config: Config, book: AddressBook, parts: RollouterParts) -> None:
+    """Raises RunError where an SGLang server's, or the teacher's, is another."""
     from asyncrl.engines.probes import check_tokenizer
 
     for name, addresses in book.items():
-        if name.startswith("inference/"):
+        if name.startswith("inference/") and config.inference.engine == "sglang":
             await check_tokenizer(name, addresses["http"], token=security.door().token, tokenizer=parts.tokenizer)
+    if teacher := _where_the_teacher_is(config, book):
+        name, url, token = teacher
+        await check_tokenizer(name, url, token=token, tokenizer=parts.tokenizer)
 
 
 def _rollouter_parts(spec: RunSpec, config: Config, book: AddressBook) -> RollouterParts:
@@ -381,6 +413,7 @@ def _reward_front(spec: RunSpec, row: Row, life: Life) -> Service:
     return RewardFront(
         lambda book: _front_parts(spec, book),
         min_scored=config.reward.min_scored,
+        with_greedy=config.algorithm.advantage.needs.greedy,
         limit_seconds=config.reward.timeout_seconds,
         num_functions=len(config.reward.functions),
         max_worker_deaths=config.reward.max_worker_deaths,
@@ -401,7 +434,8 @@ def _front_parts(spec: RunSpec, book: AddressBook) -> FrontParts:
     from asyncrl.transport.client import QueueReceiver, QueueSender
     from asyncrl.transport.rpc import RpcClient
 
-    queue, away = RpcClient(book["message_queue"]["rpc"]), spec.parsed_config().queue.reconnect_seconds
+    config = spec.parsed_config()
+    queue, away = RpcClient(book["message_queue"]["rpc"]), config.queue.reconnect_seconds
     return FrontParts(
         receiver=QueueReceiver(book["message_queue"]["broker"], "rollouts", consumer="reward", silence_seconds=away),
         sender=QueueSender(book["message_queue"]["broker"], "scored", producer="reward", silence_seconds=away),
@@ -409,8 +443,20 @@ def _front_parts(spec: RunSpec, book: AddressBook) -> FrontParts:
         tracker=RemoteTracker(book["supervisor"]["rpc"]),
         keep_failed=FailedSamples(Path(spec.run_dir)),
         kept=KeptFigures(Path(spec.run_dir) / "reward.jsonl"),
+        teacher=_line_to_the_teacher(config, book),
         closers=(queue.close,),
     )
+
+
+def _line_to_the_teacher(config: Config, book: AddressBook) -> Teacher | None:
+    teacher = _where_the_teacher_is(config, book)
+    if teacher is None:
+        return None
+    from asyncrl.engines.teacher import HttpTeacher
+
+    _, url, token = teacher
+    seconds, temperature = config.algorithm.teacher.timeout_seconds, config.rollout.temperature
+    return HttpTeacher(url, token=token, temperature=temperature, timeout_seconds=seconds)
 
 
 def _reward_worker(spec: RunSpec, index: int) -> Service:
@@ -443,6 +489,7 @@ _BUILDERS: dict[str, Callable[[RunSpec, Row, Life], Service]] = {
     "message_queue": _message_queue,
     "parameter_sync": _parameter_sync,
     "inference": _inference,
+    "teacher": _teacher,
     "trainer": _trainer,
     "rollouter": _rollouter,
     "reward": _reward_front,

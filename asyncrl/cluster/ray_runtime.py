@@ -34,7 +34,7 @@ from asyncrl.transport.hosts import is_loopback
 from asyncrl.transport.keys import FOLDER as KEYS_FOLDER
 
 log = logging.getLogger(__name__)
-COMPUTE = ("trainer", "inference")
+COMPUTE = ("trainer", "inference", "teacher")
 
 REACH_SECONDS = 5.0
 OPEN_SECONDS = 60.0  # Ray's own start takes 4 s, or 30 on a machine that is busy
@@ -140,11 +140,11 @@ class RayRuntime:
         self._actors[row.name].load.remote()
 
     def _gpus_of(self, row: Row) -> int:
-        """One GPU for each trainer rank, and inference.tensor_parallel for each server, where there are enough, else none. With
-        sync.mode broadcast ParameterSync has one too, if one is left: then NCCL carries."""
+        """One GPU for each trainer rank and the teacher, and inference.tensor_parallel for each server, where there are enough,
+        else none. With sync.mode broadcast ParameterSync has one too, if one is left: then NCCL carries."""
         inference = self._config.inference
         wanted = {
-            r.name: 1 if r.role == "trainer" else inference.tensor_parallel for r in rows_of(self._config) if r.role in COMPUTE
+            r.name: inference.tensor_parallel if r.role == "inference" else 1 for r in rows_of(self._config) if r.role in COMPUTE
         }
         if inference.attach:
             wanted = {name: number for name, number in wanted.items() if not name.startswith("inference/")}

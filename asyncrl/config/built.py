@@ -10,7 +10,7 @@ from typing import Any
 
 NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "algorithm.proximal": (),
-    "algorithm.advantage": ("remax",),
+    "algorithm.advantage": (),
     "algorithm.loss": (),
     "algorithm.correction": (),
 }  # fmt: skip

@@ -1,7 +1,8 @@
 """What may change between the starts of one run, and what may not. Pure.
 
-A resumed run goes on with the ledger, the journal and the checkpoint of the one before, which mean what they meant only under
-the same values of FIXED. Everything else may change, and is said.
+A resumed run goes on with the ledger, the journal and the checkpoint of the one before, which mean what they meant only under the
+same values of FIXED, and with a greedy response to each prompt, or a teacher, or without. Everything else may change, and is
+said.
 """
 
 from __future__ import annotations
@@ -45,8 +46,16 @@ def changes(before: Config, now: Config) -> list[Change]:
     """Every key with another value, in the order of the file. Mappings are compared key by key, lists as a whole."""
     found = []
     for key, old, new in _differences("", before.to_mapping(), now.to_mapping()):
-        found.append(Change(key, old, new, FIXED.get(key)))
+        found.append(Change(key, old, new, FIXED.get(key) or _lacking(key, before, now)))
     return found
+
+
+def _lacking(key: str, before: Config, now: Config) -> str | None:
+    """One advantage may take another's place as long as queued groups hold what it needs."""
+    earlier, later = before.algorithm.advantage.needs, now.algorithm.advantage.needs
+    if key != "algorithm.advantage.name" or (earlier.greedy, earlier.teacher) == (later.greedy, later.teacher):
+        return None
+    return "queued groups have a greedy response or a teacher's log-probs only where the advantage needed them"
 
 
 def _differences(prefix: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from asyncrl.config import checks_algorithm, checks_effect
+from asyncrl.config import checks_algorithm, checks_effect, checks_teacher
 from asyncrl.config.facts import Facts
 from asyncrl.config.schema import Config
 from asyncrl.errors import Problem
@@ -48,10 +48,11 @@ def advice(config: Config, facts: Facts) -> list[str]:
         )
     if config.data.eval == config.data.train and not config.data.train.startswith(("builtin/", "<")):
         said.append("data.eval is data.train: evaluations will be on prompts that were trained on")
-    if rollout.max_concurrent < rollout.group_size:
-        said.append(f"rollout.max_concurrent is {rollout.max_concurrent}, less than one group of {rollout.group_size}")
+    if rollout.max_concurrent < config.members_per_group:
+        said.append(f"rollout.max_concurrent is {rollout.max_concurrent}, less than one group of {config.members_per_group}")
     said += checks_effect.parameters_without_effect(config)
-    processes = training.ranks + config.inference.servers * config.inference.tensor_parallel
+    servers = config.inference.servers * config.inference.tensor_parallel + config.algorithm.serves_teacher
+    processes = training.ranks + servers
     if 0 < facts.gpus < processes:
         said.append(
             f"{processes} processes compute (ranks and servers) and there are {facts.gpus} GPUs: all of them run on the CPU"
@@ -335,6 +336,7 @@ CHECKS: tuple[Check, ...] = (
     _rewards,
     _queue,
     *checks_algorithm.CHECKS,
+    *checks_teacher.CHECKS,
     _batches,
     _schedules,
     _evaluation,

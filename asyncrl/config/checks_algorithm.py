@@ -27,12 +27,6 @@ def check_group_size(config: Config, facts: Facts) -> Iterator[Problem]:
 def check_advantage(config: Config, facts: Facts) -> Iterator[Problem]:
     """An estimator without what it is computed from."""
     advantage, needs = config.algorithm.advantage, config.algorithm.advantage.needs
-    if needs.greedy:
-        yield Problem(
-            "algorithm.advantage",
-            f"algorithm.advantage is {advantage.name}, which needs a greedy response to each prompt, and this run samples "
-            "none: use rloo, whose baseline is the group's other responses",
-        )
     if needs.components and len(config.reward.functions) < 2:
         yield Problem(
             "algorithm.advantage",

@@ -23,7 +23,8 @@ EVAL_METRICS = tuple(
 )
 STEP_METRICS = (
     "reward", "response", "trajectories", "staleness", "groups", "loss", "policy", "correction", "grad", "updates", "tokens",
-    "time", "idle", "sync", "checkpoint", "learning_rate", "critic", "drop_bias",
+    "time", "idle", "sync", "checkpoint", "learning_rate", "critic", "drop_bias", "advantage",
+    "greedy", "teacher",
 )  # fmt: skip
 """What stands before the slash in the names of a step's metrics; what follows is the reward functions' own in part."""
 
@@ -94,6 +95,12 @@ EFFECTS: tuple[Effect, ...] = (
         lambda config, facts: config.algorithm.advantage.needs.critic,
         "algorithm.advantage needs no critic",
         "set algorithm.advantage to gae",
+    ),
+    Effect(
+        ("algorithm.teacher.path", "algorithm.teacher.url", "algorithm.teacher.timeout_seconds"),
+        lambda config, facts: config.algorithm.advantage.needs.teacher,
+        "algorithm.advantage needs no teacher",
+        "set algorithm.advantage to distillation",
     ),
     Effect(
         ("sync.verify_every",),
@@ -185,8 +192,9 @@ def parameters_without_effect(config: Config) -> Iterator[str]:
 
 def check_filter(config: Config, facts: Facts) -> Iterator[Problem]:
     """What the filter would make of every group, or could not do to any."""
-    training, size = config.training, config.rollout.group_size
-    if size == 1 and training.filter != "keep" and not config.algorithm.advantage.needs.group:
+    training, needs = config.training, config.algorithm.advantage.needs
+    size = config.members_per_group  # a greedy response is one more to differ from
+    if size == 1 and training.filter != "keep" and not (needs.group or needs.teacher):
         yield Problem(
             "training.filter",
             f"training.filter is {training.filter}, but rollout.group_size is 1, so that rewards within a group are all equal "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -99,7 +100,7 @@ def _sizes(config: Config, facts: Facts) -> dict[str, int | None]:
 def _processes(config: Config, facts: Facts) -> list[PlannedProcess]:
     """In the order of `asyncrl status`. Each rank and each server has a GPU of its own, or none has one."""
     ranks, servers, shared = config.training.ranks, config.inference.servers, config.inference.tensor_parallel
-    has_gpus = facts.gpus >= ranks + servers * shared
+    has_gpus = facts.gpus >= ranks + servers * shared + config.algorithm.serves_teacher
     devices = [f"cuda:{rank}" if has_gpus else "cpu" for rank in range(ranks)]
     for first in range(ranks, ranks + servers * shared, shared):
         devices.append((f"cuda:{first}" if shared == 1 else f"cuda:{first}–{first + shared - 1}") if has_gpus else "cpu")
@@ -120,7 +121,18 @@ def _processes(config: Config, facts: Facts) -> list[PlannedProcess]:
             process(f"inference/{i}", _serves(config, i), server_memory, devices[ranks + i], ports="three")
             for i in range(servers)
         ),
+        *_teacher(config, facts, process, f"cuda:{ranks + servers * shared}" if has_gpus else "cpu"),
     ]
+
+
+def _teacher(config: Config, facts: Facts, process: Callable[..., PlannedProcess], device: str) -> list[PlannedProcess]:
+    """Its weights, and the logits of a forward pass."""
+    if not config.algorithm.serves_teacher:
+        return []
+    teacher = facts.teacher or ModelFacts()
+    known = teacher.parameters is not None
+    memory = TORCH_PROCESS + (teacher.parameters or 0) * _width(config) + 8 * 2048 * (teacher.vocabulary or 0)
+    return [process("teacher/0", "judges responses", memory if known else None, device, ports="two")]
 
 
 def _serves(config: Config, index: int) -> str:
@@ -139,7 +151,7 @@ def _queue_bytes(config: Config) -> int:
     """Both topics at their bound, or at what may be live, whichever is less."""
     rollout, training = config.rollout, config.training
     response_bytes = 25 * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-    live = (1 + rollout.max_staleness) * training.publish_every * training.groups_per_step * rollout.group_size
+    live = (1 + rollout.max_staleness) * training.publish_every * training.groups_per_step * config.members_per_group
     return int(2 * min(config.queue.capacity_megabytes * MB, live * response_bytes))
 
 

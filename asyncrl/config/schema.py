@@ -256,6 +256,18 @@ class CriticConfig(Section):
     )
 
 
+class TeacherConfig(Section):
+    path: str | None = Field(
+        None, min_length=1, description="Model folder or hub name that a server of the run's own serves, frozen: row teacher/0."
+    )
+    url: str | None = Field(
+        None, pattern=HTTP_PATTERN, description="HTTP address of a running SGLang server that serves the teacher."
+    )
+    timeout_seconds: float = Field(
+        60.0, gt=0, description="A response that the teacher has not judged by then is a failed sample; retries are within it."
+    )
+
+
 class AlgorithmConfig(Section):
     advantage: Advantage = Field(default_factory=Grpo, description="Advantage estimator.")
     loss: Loss = Field(default_factory=PpoClip, description="Policy loss.")
@@ -265,6 +277,14 @@ class AlgorithmConfig(Section):
         description="Anchor of the trust region: recomputed under the trainer's weights, the behaviour policy, or a point between it and the current one by each token's staleness (loglinear).",
     )
     critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic of algorithm.advantage gae.")
+    teacher: TeacherConfig = Field(
+        default_factory=TeacherConfig, description="The teacher of algorithm.advantage distillation: a path or a url."
+    )
+
+    @property
+    def serves_teacher(self) -> bool:
+        """Whether the run has a server of its own for the teacher."""
+        return self.advantage.needs.teacher and self.teacher.path is not None
 
 
 class TrainingConfig(Section):
@@ -403,6 +423,12 @@ class Config(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig, description="Evaluation.")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where figures go.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Processes.")
+
+    @property
+    def members_per_group(self) -> int:
+        """Trajectories of each prompt group: rollout.group_size samples, and the greedy response where the advantage needs
+        one."""
+        return self.rollout.group_size + self.algorithm.advantage.needs.greedy
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values, complete: launching them again is the same run."""

@@ -27,15 +27,16 @@ SET_BACK = "set back"
 
 @dataclass(frozen=True)
 class Held:
-    """What the queue holds, unsettled: scored groups, and members of the others. A whole group has `group_size` members."""
+    """What the queue holds, unsettled: scored groups, and members of the others. A whole group has `members_per_group`
+    members."""
 
-    group_size: int
+    members_per_group: int
     scored: Collection[GroupId] = ()
     members: Mapping[GroupId, Collection[int]] = field(default_factory=dict)
 
     def missing(self, id: GroupId) -> tuple[int, ...]:
         """Members of this group, in flight or returned, that are nowhere in the queue."""
-        return tuple(member for member in range(self.group_size) if member not in self.members.get(id, ()))
+        return tuple(member for member in range(self.members_per_group) if member not in self.members.get(id, ()))
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@
 
 from asyncrl.messages.types import (
     FinishReason,
+    GreedyResponse,
     GroupId,
     ScoredGroup,
     Trajectory,
     TrajectoryId,
 )
 
-__all__ = ["FinishReason", "GroupId", "ScoredGroup", "Trajectory", "TrajectoryId"]
+__all__ = ["FinishReason", "GreedyResponse", "GroupId", "ScoredGroup", "Trajectory", "TrajectoryId"]

@@ -1,6 +1,7 @@
 """Messages as bytes: a msgpack header and raw arrays, as frames or as one payload.
 
-    header  = [tag, schema version, [field, …], [count, …]]        counts: prompt tokens P, tokens T; of a group also members n
+    header  = [tag, schema version, [field, …], [count, …]]        counts: prompt tokens P, tokens T;
+                                                                   of a group also members n, tokens that a teacher judged
     frames  = [header, array, array, …]
     payload = header's length (8 bytes), header, padding, array, array, …, padding
 
@@ -29,9 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import MalformedFrame, OversizedFrame, TruncatedFrame, UnknownSchema, UnknownTag
-from asyncrl.messages.types import GroupId, ScoredGroup, Trajectory, TrajectoryId
+from asyncrl.messages.types import GreedyResponse, GroupId, ScoredGroup, Trajectory, TrajectoryId
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 TRAJECTORY, SCORED_GROUP = "trajectory", "scored_group"
 
 Message = Trajectory | ScoredGroup
@@ -45,17 +46,20 @@ _TRAJECTORY_FIELDS = (
 )  # fmt: skip
 _GROUP_FIELDS = (
     "id", "group_size", "start_version", "components", "finish_reasons", "failures", "prompt", "responses", "ground_truth",
-    "metrics",
+    "metrics", "greedy",
 )  # fmt: skip
 _TRAJECTORY_ARRAYS = ("prompt_tokens", "response_tokens", "versions", "log_probs", "loss_mask")
-_GROUP_ARRAYS = ("prompt_tokens", "response_tokens", "versions", "members", "lengths", "log_probs", "rewards", "loss_mask")
+_GROUP_ARRAYS = (
+    "prompt_tokens", "response_tokens", "versions", "members", "lengths", "log_probs", "teacher_log_probs", "rewards",
+    "loss_mask",
+)  # fmt: skip
 _NUM_GROUP_INTS = 5
-_BEFORE_COMPONENTS = 7  # of a group's arrays: then comes one per component, whose names are a field, then the mask
+_BEFORE_COMPONENTS = 8  # of a group's arrays: then comes one per component, whose names are a field, then the mask
 
 _INT32, _FLOAT32, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|b1")
 _TRAJECTORY_DTYPES = [_INT32] * 3 + [_FLOAT32, _BOOL]
 _NUM_FIELDS = {TRAJECTORY: len(_TRAJECTORY_FIELDS), SCORED_GROUP: len(_GROUP_FIELDS)}
-_NUM_COUNTS = {TRAJECTORY: 2, SCORED_GROUP: 3}
+_NUM_COUNTS = {TRAJECTORY: 2, SCORED_GROUP: 4}
 _FINISH_REASONS = frozenset(("stop", "length", "abort", "failed"))
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _CONTAINERS = frozenset((list, tuple, dict))
@@ -190,12 +194,12 @@ def _dtypes_and_sizes(tag: str, fields: Sequence[Any], counts: Sequence[int]) ->
     if tag == TRAJECTORY:
         prompt, tokens = counts
         return _TRAJECTORY_DTYPES, [prompt, tokens, tokens, tokens, tokens]
-    prompt, tokens, members = counts
+    prompt, tokens, members, judged = counts
     names = fields[3]
     _check(_list_of(names, _is_text) and len(set(names)) == len(names), "components have names, each once", names)
     of_members = 1 + len(names)  # rewards and components
-    dtypes = [_INT32] * _NUM_GROUP_INTS + [_FLOAT32] * (1 + of_members) + [_BOOL]
-    return dtypes, [prompt, tokens, tokens, members, members, tokens] + [members] * of_members + [tokens]
+    dtypes = [_INT32] * _NUM_GROUP_INTS + [_FLOAT32] * (2 + of_members) + [_BOOL]
+    return dtypes, [prompt, tokens, tokens, members, members, tokens, judged] + [members] * of_members + [tokens]
 
 
 def _take_apart(message: Message) -> tuple[bytes, Sequence[Array], int]:
@@ -226,7 +230,7 @@ def _take_scored_group(values: dict[str, Any]) -> tuple[bytes, Sequence[Array], 
     components = fields[3]
     fields[3] = list(components)
     arrays[_BEFORE_COMPONENTS:_BEFORE_COMPONENTS] = components.values()
-    counts = (arrays[0].size, arrays[1].size, arrays[3].size)
+    counts = (arrays[0].size, arrays[1].size, arrays[3].size, arrays[6].size)
     dtypes, sizes = _dtypes_and_sizes(SCORED_GROUP, fields, counts)
     _check_arrays(arrays, dtypes, [(size,) for size in sizes])
     _check_scored_group(fields, arrays)
@@ -279,6 +283,7 @@ def _scored_group(fields: list[Any], arrays: list[Array]) -> ScoredGroup:
     _check_scored_group(fields, arrays)
     fields[0] = GroupId._make(fields[0])
     fields[3] = dict(zip(fields[3], arrays[_BEFORE_COMPONENTS:-1], strict=True))
+    fields[-1] = None if fields[-1] is None else GreedyResponse._make(fields[-1])
     del arrays[_BEFORE_COMPONENTS:-1]
     return _filled(ScoredGroup, dict(zip(_GROUP_FIELDS + _GROUP_ARRAYS, fields + arrays, strict=True)))
 
@@ -298,8 +303,8 @@ def _filled(kind: type[_Kind], values: dict[str, Any]) -> _Kind:
 def _check_trajectory(fields: Sequence[Any], num_tokens: int) -> None:
     (identity, group_size, start_version, finish, prompt, response, truth, extra, messages, calls, seconds, failure) = fields
     _check_identity(identity, 4, group_size, start_version)
-    if identity[3] >= group_size:
-        raise MalformedFrame(f"member is below group_size {group_size}; found {identity}")
+    if identity[3] > group_size:
+        raise MalformedFrame(f"member is at most group_size {group_size}, which is the greedy response; found {identity}")
     if type(finish) is not str or finish not in _FINISH_REASONS:
         raise MalformedFrame(f"finish_reason is a known one; found {finish!r:.40}")
     if type(response) is not str:
@@ -317,10 +322,11 @@ def _check_trajectory(fields: Sequence[Any], num_tokens: int) -> None:
 
 
 def _check_scored_group(fields: Sequence[Any], arrays: Sequence[Array]) -> None:
-    (identity, group_size, start_version, _names, finish_reasons, failures, prompt, responses, truth, metrics) = fields
-    _, tokens, _, members, lengths, _, rewards, *_ = arrays
+    (identity, group_size, start_version, _names, finish_reasons, failures, prompt, responses, truth, metrics, greedy) = fields
+    _, tokens, _, members, lengths, _, judged, rewards, *_ = arrays
     _check_identity(identity, 3, group_size, start_version)
     _check_members(members, lengths, group_size, tokens.size)
+    _check(judged.size in (0, tokens.size), "a teacher judges every token or none", judged.size)
     per_member = [(finish_reasons, _is_text), (failures, _is_text_or_none), (responses, _is_text)]
     for values, is_right in per_member:
         _check(_list_of(values, is_right) and len(values) == members.size, "texts are one per member", values)
@@ -330,6 +336,7 @@ def _check_scored_group(fields: Sequence[Any], arrays: Sequence[Array]) -> None:
     _check_json(truth)
     numbers = type(metrics) is dict and all(map(_is_text, metrics)) and all(map(_is_number, metrics.values()))
     _check(numbers, "metrics are numbers by name", metrics)
+    _check(greedy is None or _is_greedy(greedy), "greedy is a finite reward, the oldest and the newest version", greedy)
 
 
 def _check(holds: bool, rule: str, found: object) -> None:
@@ -375,6 +382,13 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) is float or (isinstance(value, (int, float)) and type(value) is not bool)
+
+
+def _is_greedy(value: Any) -> bool:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        return False
+    reward, *versions = value
+    return type(reward) is float and math.isfinite(reward) and _are_counts(versions)
 
 
 def _is_text(value: Any) -> bool:

@@ -64,7 +64,8 @@ class Trajectory:
     prompt_tokens int32[P]; response_tokens int32[R]; loss_mask bool[R] (True: the policy wrote this token);
     log_probs float32[R], the behaviour policy's, 0 where the mask is False; versions int32[R], the policy version whose
     weights computed that token's logits. `failure` names why a member could not be generated; then R = 0.
-    `start_version` is the version that the servers had confirmed when the group was admitted.
+    `start_version` is the version that the servers had confirmed when the group was admitted. Members 0 … group_size − 1 are the
+    samples; member `group_size`, of groups that have one, is the greedy response to the same prompt.
     """
 
     id: TrajectoryId
@@ -85,6 +86,20 @@ class Trajectory:
     generate_seconds: float = 0.0
     failure: str | None = None
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether this is its group's greedy response, which is scored and never trains."""
+        return self.id.member == self.group_size
+
+
+class GreedyResponse(NamedTuple):
+    """What a scored group keeps of its greedy response: the reward, of float32 as the samples' are, and the oldest and newest
+    version of its tokens."""
+
+    reward: float
+    oldest: int
+    newest: int
+
 
 @dataclass(frozen=True)
 class ScoredGroup:
@@ -92,7 +107,9 @@ class ScoredGroup:
 
     members int32[n], the members present, ascending; lengths int32[n], response tokens of each; response_tokens, loss_mask,
     log_probs, versions [T]; rewards float32[n], NaN where a member has none, and then `failures[i]` says why.
-    `components[name]` float32[n] are the unweighted scores of each reward function.
+    `components[name]` float32[n] are the unweighted scores of each reward function. The greedy response is no member: `greedy`
+    has its reward, None in a run that asks for none. teacher_log_probs float32[T] of a teacher, NaN for a member that it did not
+    judge; of length 0 in a run without one.
     """
 
     id: GroupId
@@ -113,6 +130,8 @@ class ScoredGroup:
     responses: list[str]
     ground_truth: Json = None
     metrics: dict[str, float] = field(default_factory=dict)  # whatever else the reward functions logged, group means
+    greedy: GreedyResponse | None = None
+    teacher_log_probs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @property
     def num_scored(self) -> int:

@@ -69,6 +69,7 @@ def gather(config: Config, parts: Parts | None, problems: list[Problem], *, star
         gpus=gpus,
         addresses=_addresses(config.cluster.bind_address),
         async_rewards=async_rewards,
+        teacher=_teacher(config, problems),
         unknown=tuple(unknown),
     )
 
@@ -113,6 +114,20 @@ def _model(config: Config, problems: list[Problem], unknown: list[str] | None) -
         return None
     except UserError as error:
         problems.append(Problem("model.path", str(error)))
+        return None
+
+
+def _teacher(config: Config, problems: list[Problem]) -> ModelFacts | None:
+    """None where there is none, or where its hub cannot be asked: then the start says what is wrong with it."""
+    path = config.algorithm.teacher.path
+    if path is None or not config.algorithm.advantage.needs.teacher:
+        return None
+    try:
+        return read_model(path)
+    except HubUnreachable:
+        return None
+    except UserError as error:
+        problems.append(Problem("algorithm.teacher.path", str(error).replace("model.path", "algorithm.teacher.path")))
         return None
 
 

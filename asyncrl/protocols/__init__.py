@@ -17,6 +17,7 @@ from asyncrl.protocols.ledger import (
 )
 from asyncrl.protocols.prompts import Prompt, PromptSource, Tokenizer
 from asyncrl.protocols.queue import Delivery, Receiver, Sender
+from asyncrl.protocols.teacher import Judgement, Teacher
 from asyncrl.protocols.tracking import Tracker
 from asyncrl.protocols.training import EngineLauncher, StateFiles, StepOutcome, TrainBatch, TrainingEngine
 from asyncrl.protocols.weights import (
@@ -41,6 +42,7 @@ __all__ = [
     "FleetView",
     "GenerateRequest",
     "InferenceEngine",
+    "Judgement",
     "LedgerClient",
     "LedgerEvents",
     "LiveGroup",
@@ -59,6 +61,7 @@ __all__ = [
     "StateFiles",
     "StepOutcome",
     "StepRecord",
+    "Teacher",
     "Tokenizer",
     "Tracker",
     "TrainBatch",

@@ -30,7 +30,7 @@ def may_start(
 
 
 def groups_that_fit(free: int, group_size: int, max_concurrent: int) -> int:
-    """Groups that `free` of `max_concurrent` places have room for.
+    """Groups that `free` of `max_concurrent` places have room for. group_size: of all members, a greedy response included.
 
     A group takes one place per member. A group larger than all places starts alone, when every place is free, and runs in parts.
     """

@@ -1,8 +1,9 @@
 """Trajectories in any interleaving to closed groups. Pure.
 
-A group closes when each of its `group_size` members is accounted for: scored, failed in generation, or failed in scoring. Every
-group that was begun and whose members all arrive closes exactly once. A second copy of a trajectory is dropped by its id,
-also after its group has closed.
+A group closes when each of its members is accounted for: scored, failed in generation, or failed in scoring. Members are its
+`group_size` samples and, where the run has one, the greedy response that is their baseline; a group without its baseline has
+failed. Every group that was begun and whose members all arrive closes exactly once. A second copy of a trajectory is dropped by
+its id, also after its group has closed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from asyncrl.messages import GroupId, ScoredGroup, Trajectory, TrajectoryId
+from asyncrl.messages import GreedyResponse, GroupId, ScoredGroup, Trajectory, TrajectoryId
 from asyncrl.messages.id_sets import RecentIds
 
 CLOSED_REMEMBERED = 65_536
@@ -30,17 +32,20 @@ _of_member = attrgetter(
 
 
 class MemberScore(NamedTuple):
-    """How a member was scored: a finite reward, or None and the reason. `components` and `metrics`: see `ScoredGroup`."""
+    """How a member was scored: a finite reward, or None and the reason. `components`, `metrics` and `teacher_log_probs`:
+    see `ScoredGroup`."""
 
     reward: float | None
     components: Mapping[str, float] = _NOTHING
     metrics: Mapping[str, float] = _NOTHING
     failure: str | None = None
+    teacher_log_probs: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
 class FailedGroup:
-    """A closed group with fewer than `min_scored` scored members, and why. `failures[i]` belongs to `trajectories[i]`."""
+    """A closed group with fewer than `min_scored` scored samples, or without its greedy response, and why. `failures[i]` belongs
+    to `trajectories[i]`."""
 
     id: GroupId
     reason: str
@@ -66,6 +71,8 @@ class GroupCounts:
 
 @dataclass(slots=True)
 class _Open:
+    """num_scored: of the samples, the greedy response aside."""
+
     group_size: int
     num_scored: int = 0
     members: dict[int, Trajectory] = field(default_factory=dict)
@@ -73,10 +80,11 @@ class _Open:
 
 
 class GroupAssembler:
-    """`accept` what arrives, `record` what it scored, `take_closed` what that completed."""
+    """`accept` what arrives, `record` what it scored, `take_closed` what that completed. with_greedy: each group has a greedy
+    response beside its samples."""
 
-    def __init__(self, min_scored: int):
-        self._min_scored = min_scored
+    def __init__(self, min_scored: int, *, with_greedy: bool = False):
+        self._min_scored, self._with_greedy = min_scored, with_greedy
         self._open: dict[GroupId, _Open] = {}
         self._remembered = RecentIds(CLOSED_REMEMBERED)
         self._closed: list[ScoredGroup | FailedGroup] = []
@@ -90,7 +98,7 @@ class GroupAssembler:
             counts.duplicates += 1
             return False
         size = trajectory.group_size if group is None else group.group_size
-        if not 0 <= member < size or trajectory.group_size != size:
+        if not 0 <= member < size + self._with_greedy or trajectory.group_size != size:
             counts.strays += 1
             return False
         if group is None:
@@ -115,7 +123,7 @@ class GroupAssembler:
         else:
             assert math.isfinite(score.reward), score
             self.counts.scored += 1
-            group.num_scored += 1
+            group.num_scored += member < group.group_size
         self._settle(group_id, group, member, score)
 
     def take_closed(self) -> list[ScoredGroup | FailedGroup]:
@@ -136,7 +144,7 @@ class GroupAssembler:
     def close_incomplete(self) -> None:
         """Close as failed every group that still misses a member, because nothing more will arrive."""
         for group_id, group in list(self._open.items()):
-            reason = f"members missing at the end of the data: {len(group.scores)} of {group.group_size} came"
+            reason = f"members missing at the end of the data: {len(group.scores)} of {group.group_size + self._with_greedy} came"
             del self._open[group_id]
             self._remembered.add(group_id)
             self.counts.groups_failed += 1
@@ -144,20 +152,26 @@ class GroupAssembler:
 
     def _settle(self, group_id: GroupId, group: _Open, member: int, score: MemberScore) -> None:
         group.scores[member] = score
-        if len(group.scores) < group.group_size:
+        if len(group.scores) < group.group_size + self._with_greedy:
             return
         del self._open[group_id]
         self._remembered.add(group_id)
-        if group.num_scored >= self._min_scored:
+        reason = _too_few(group) if group.num_scored < self._min_scored else _without_baseline(group)
+        if reason is None:
             self.counts.groups_scored += 1
             self._closed.append(_scored_group(group_id, group))
         else:
             self.counts.groups_failed += 1
-            self._closed.append(_failed_group(group_id, group, _too_few(group)))
+            self._closed.append(_failed_group(group_id, group, reason))
+
+
+def _without_baseline(group: _Open) -> str | None:
+    greedy = group.scores.get(group.group_size)
+    return None if greedy is None or greedy.reward is not None else f"no baseline: the greedy response failed, {greedy.failure}"
 
 
 def _too_few(group: _Open) -> str:
-    failures = [group.scores[member].failure for member in sorted(group.scores)]
+    failures = [group.scores[member].failure for member in range(group.group_size)]
     most_common = Counter(reason for reason in failures if reason is not None).most_common(1)
     why = f", {most_common[0][0]}" if most_common else ""
     return f"too few scored: {group.num_scored} of {group.group_size}{why}"
@@ -170,9 +184,9 @@ def _failed_group(group_id: GroupId, group: _Open, reason: str) -> FailedGroup:
 
 
 def _scored_group(group_id: GroupId, group: _Open) -> ScoredGroup:
-    order = sorted(group.members)
+    order = [member for member in sorted(group.members) if member < group.group_size]
     members = [group.members[member] for member in order]
-    rewards, components, metrics, failures = zip(*[group.scores[member] for member in order], strict=True)
+    rewards, components, metrics, failures, judgements = zip(*[group.scores[member] for member in order], strict=True)
     tokens, masks, log_probs, versions, finish_reasons, responses, started = zip(*map(_of_member, members), strict=True)
     first = members[0]
     return ScoredGroup(
@@ -194,7 +208,27 @@ def _scored_group(group_id: GroupId, group: _Open) -> ScoredGroup:
         responses=list(responses),
         ground_truth=first.ground_truth,
         metrics=_means([logged for logged, reward in zip(metrics, rewards, strict=True) if reward is not None]),
+        greedy=_greedy_response(group) if group.group_size in group.members else None,
+        teacher_log_probs=_judged(judgements, tokens),
     )
+
+
+def _judged(judgements: Sequence[npt.NDArray[np.float32] | None], tokens: Sequence[Any]) -> npt.NDArray[np.float32]:
+    """End to end, NaN for a member without; nothing where no member has any."""
+    if all(judgement is None for judgement in judgements):
+        return np.zeros(0, np.float32)
+    parts = [
+        np.full(len(own), np.nan, np.float32) if judgement is None else judgement
+        for judgement, own in zip(judgements, tokens, strict=True)
+    ]
+    return np.concatenate(parts)
+
+
+def _greedy_response(group: _Open) -> GreedyResponse:
+    response, reward = group.members[group.group_size], group.scores[group.group_size].reward
+    assert reward is not None, "a group without its baseline has failed"
+    versions = response.versions[response.loss_mask].tolist() or [response.start_version]
+    return GreedyResponse(float(np.float32(reward)), min(versions), max(versions))
 
 
 def _or_nan(values: Sequence[float | None]) -> Any:

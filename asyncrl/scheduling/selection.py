@@ -49,7 +49,8 @@ class SelectionRules:
 @dataclass(frozen=True)
 class Candidate:
     """What a pick needs to know of a scored group. oldest, newest: versions over its trainable tokens, None where it has none;
-    equal_rewards: max = min over its scored members (one alone included)."""
+    equal_rewards: max = min over its scored members (one alone included) and, where it has one, its greedy response: no advantage
+    differs from 0. Never of a group that a teacher judged."""
 
     id: GroupId
     oldest: int | None
@@ -194,7 +195,9 @@ class Selector:
 def candidate_of(group: ScoredGroup) -> Candidate:
     """A scored group as a pick sees it."""
     rewards = [reward for reward in group.rewards.tolist() if math.isfinite(reward)]
-    equal = len(rewards) < 2 or max(rewards) == min(rewards)
+    if group.greedy is not None:
+        rewards.append(group.greedy.reward)
+    equal = not len(group.teacher_log_probs) and (len(rewards) < 2 or max(rewards) == min(rewards))
     versions = group.versions[scored_mask(group)]
     if not len(versions):
         return Candidate(group.id, None, None, equal)

@@ -48,6 +48,7 @@ from asyncrl.services.trainer.parts import LeaderParts
 from asyncrl.simulation.inference import FakeInference
 from asyncrl.simulation.loop import VirtualClock, run_virtual
 from asyncrl.simulation.processes import LateSender, Lines, Loss, MortalReceiver, Row
+from asyncrl.simulation.teacher import FakeTeacher, Judge, by_the_tokens
 from asyncrl.simulation.training import FakeLauncher, FakeTrainingEngine, VirtualBlocking
 from asyncrl.simulation.weights import SimulatedSync
 from asyncrl.simulation.workers import Workers
@@ -65,9 +66,9 @@ class World:
     """How fast the simulated machines are, and what they answer. Seconds are virtual.
 
     num_tokens: length of an answer; failure: why a member cannot be generated, or None; reward: a sample's score, None for a
-    failed one; lag(server, version): from publication to confirmation; workers: reward workers; lethal: whether a sample kills
-    its worker, which is back after `back_after`; losses: who dies when; call_seconds: a call of one that may die to the ledger
-    takes so long, and its answer too.
+    failed one; judge: what the teacher says of one, in a run that has a teacher, after `judge_seconds`; lag(server, version):
+    from publication to confirmation; workers: reward workers; lethal: whether a sample kills its worker, which is back after
+    `back_after`; losses: who dies when; call_seconds: a call of one that may die to the ledger takes so long, and its answer too.
     """
 
     token_seconds: float = 0.01
@@ -76,6 +77,8 @@ class World:
     max_running: int | None = None
     reward: Callable[[Mapping[str, Any]], float | None] = every_other_reward
     score_seconds: float = 0.001
+    judge: Judge = by_the_tokens
+    judge_seconds: float = 0.01
     step_seconds: Callable[[TrainBatch], float] = lambda batch: 0.5
     lag: Callable[[str, int], float] = lambda server, version: 0.05
     servers: tuple[str, ...] = ("inference/0",)
@@ -206,6 +209,7 @@ class _Run:
             failure=world.failure,
             max_running=world.max_running,
         )
+        self._teacher = FakeTeacher(world.judge, seconds=world.judge_seconds)
         self.sync = SimulatedSync(self.clock, servers=world.servers, lag=world.lag, on_commit=self._committed)
         blocking = VirtualBlocking()
         self.trainer_engine = FakeTrainingEngine(blocking, step_seconds=world.step_seconds)
@@ -280,8 +284,8 @@ class _Run:
         self._beginning: Beginning | None = None
         if config.queue.durability == "none":
             self.ledger = WatchedLedger()
-            lease, group_size = config.queue.lease_seconds, config.rollout.group_size
-            hooks = connect(self.ledger, topics_of(config), lease_seconds=lease, group_size=group_size)
+            lease, members = config.queue.lease_seconds, config.members_per_group
+            hooks = connect(self.ledger, topics_of(config), lease_seconds=lease, members_per_group=members)
         else:
             self._beginning = Beginning(config, self._run_dir, Fresh(incarnation=1), clock=self.clock)
             self.ledger = self._beginning.ledger = WatchedLedger()
@@ -327,6 +331,7 @@ class _Run:
         return RewardFront(
             lambda book: self._front_parts(lines),
             min_scored=self.config.reward.min_scored,
+            with_greedy=self.config.algorithm.advantage.needs.greedy,
             limit_seconds=self.config.reward.timeout_seconds,
             num_functions=len(self.config.reward.functions),
             max_worker_deaths=self.config.reward.max_worker_deaths,
@@ -342,6 +347,7 @@ class _Run:
             ledger=lines.to(self.ledger),
             tracker=self.tracker,
             kept=self._kept(lines, "reward.jsonl"),
+            teacher=self._teacher if self.config.algorithm.advantage.needs.teacher else None,
         )
 
     def _kept(self, lines: Lines, name: str) -> KeptFigures:

@@ -79,6 +79,12 @@ def remax(R, groups, m, greedy_rewards, **_):
     return spread(R - greedy_rewards, R, m)
 
 
+def distillation(R, groups, m, teacher_log_probs, behaviour_log_probs, coefficient=1.0, reward_coefficient=0.0, **_):
+    m = m & scored(R)[:, None]
+    ratio = np.clip(np.where(m, teacher_log_probs, 0.0) - np.where(m, behaviour_log_probs, 0.0), -20, 20)
+    return np.where(m, coefficient * ratio + reward_coefficient * np.where(scored(R), R, 0.0)[:, None], 0.0)
+
+
 def opo(R, groups, m, **_):
     out = np.zeros(len(R))
     for b in range(len(R)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,8 @@ CASES = [
     ("gdpo", {}),
     ("optimal_token_baseline", {}),
     ("tir_optimal_token_baseline", {}),
+    ("distillation", {}),
+    ("distillation", {"coefficient": 0.3, "reward_coefficient": 2.0}),
 ]
 NAMES = sorted({name for name, _ in CASES})
 BY_GROUP = ["grpo", "rloo", "opo", "gpg", "grpo_passk"]
@@ -50,6 +54,8 @@ def found(name, batch, dtype=torch.float64, **params):
         greedy_rewards=tensor(batch.greedy, dtype),
         log_probs=tensor(batch.log_probs, dtype),
         sum_pi_squared=tensor(batch.sum_pi_squared, dtype),
+        teacher_log_probs=tensor(batch.proximal, dtype),
+        behaviour_log_probs=tensor(batch.behaviour, dtype),
         **params,
     )
 
@@ -64,6 +70,8 @@ def expected(name, batch, **params):
         greedy_rewards=batch.greedy,
         log_probs=batch.log_probs,
         sum_pi_squared=batch.sum_pi_squared,
+        teacher_log_probs=batch.proximal,
+        behaviour_log_probs=batch.behaviour,
         **params,
     )
 
@@ -145,6 +153,16 @@ def test_the_others_by_hand():
     assert best[:, 0].tolist() == [0.0, 3.0, 0.0]
     assert plain([1.0, 5.0, 5.0], name="grpo_passk").count_nonzero() == 0, "a tie"
     assert plain([1.0, 2.0], name="remax", greedy_rewards=torch.tensor([0.5, 3.0]))[:, 0].tolist() == [0.5, -1.0]
+
+
+def test_distillation_by_hand():
+    known = {
+        "teacher_log_probs": torch.tensor([[-1.0, -2.0], [-math.inf, -1.0]], dtype=torch.float64),
+        "behaviour_log_probs": torch.tensor([[-1.5, -1.0], [-1.0, -1.0]], dtype=torch.float64),
+    }
+    assert plain([1.0, 0.0], name="distillation", **known).tolist() == [[0.5, -1.0], [-20.0, 0.0]]
+    both = plain([1.0, 0.0], name="distillation", coefficient=2.0, reward_coefficient=0.5, **known)
+    assert both.tolist() == [[1.5, -1.5], [-40.0, 0.0]]
 
 
 def test_the_token_baseline_by_hand():

@@ -51,9 +51,9 @@ class Launches:
         return run
 
 
-def killed_and_resumed(tmp_path: Path, durability: str, kills: int, steps: int, *, seed: int) -> None:
+def killed_and_resumed(tmp_path: Path, durability: str, kills: int, steps: int, *, seed: int, sets: tuple[str, ...] = ()) -> None:
     chance = random.Random(seed)
-    launches = Launches(tmp_path / "run", *SETS, f"training.steps={steps}", f"queue.durability={durability}")
+    launches = Launches(tmp_path / "run", *SETS, f"training.steps={steps}", f"queue.durability={durability}", *sets)
     mlflow_runs = set()
     for left in reversed(range(kills)):
         run = launches.next()
@@ -80,6 +80,11 @@ def killed_and_resumed(tmp_path: Path, durability: str, kills: int, steps: int, 
 @pytest.mark.timeout(300)
 def test_a_run_killed_once_goes_on(tmp_path: Path) -> None:
     killed_and_resumed(tmp_path, "process", kills=1, steps=120, seed=0)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_with_greedy_responses_killed_once_goes_on(tmp_path: Path) -> None:
+    killed_and_resumed(tmp_path, "process", kills=1, steps=120, seed=2, sets=("algorithm.advantage=remax",))
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ def test_the_table_says_of_every_name_what_it_needs() -> None:
     assert "group size > 1" in lines["advantage", "grpo"]
     assert "proximal recompute" in lines["correction", "seq_mis"]
     assert lines["loss", "ppo_clip"].endswith("yes")
-    assert lines["advantage", "remax"].endswith("not yet")
+    assert lines["advantage", "remax"].endswith("yes")
     assert {(known.kind, known.name) for known in every_name()} <= set(lines)
 
 

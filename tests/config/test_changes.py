@@ -51,6 +51,17 @@ def test_what_is_fixed_is_a_key_of_the_schema(key):
     assert node(key) is not None
 
 
+@pytest.mark.parametrize(("before", "now"), [("grpo", "remax"), ("remax", "rloo"), ("grpo", "distillation")])
+def test_queued_groups_have_a_greedy_response_or_not(before, now):
+    (change,) = changes(config(**{"algorithm.advantage": before}), config(**{"algorithm.advantage": now}))[:1]
+    assert "queued groups have a greedy response or a teacher's log-probs only where the advantage needed them" in str(change)
+
+
+def test_an_advantage_may_take_another_s_place_that_needs_the_same():
+    found = changes(config(**{"algorithm.advantage": "rloo"}), config(**{"algorithm.advantage": "opo"}))
+    assert [change.reason for change in found] == [None]
+
+
 def test_a_refusal_says_both_values_the_reason_and_the_fix():
     (change,) = changes(config(), config(**{"rollout.group_size": 4}))
     assert str(change) == (

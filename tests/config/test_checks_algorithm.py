@@ -17,7 +17,7 @@ from tests.config.samples import MINIMAL
 DROPPING = ("seq_mis", "geo_mis", "geo_mis_token_tis", "geo_mis_seq_tis", "k3_mask", "k3_mask_token_tis", "k3_mask_seq_tis")
 VETOED = {"name": "token_tis", "veto": 1e-4}
 BEHAVIOUR = ("dppo_tv", "dppo_kl", "dro", "topr", "m2po")
-NEED_MORE = ("remax", "gdpo")
+NEED_MORE = ("gdpo", "distillation")
 
 
 def entry(name: str) -> Any:
@@ -49,13 +49,33 @@ def test_a_group_estimator_needs_more_than_one_response(name: str) -> None:
     refused("rollout.group_size", f"but {name} compares", group_size=1, functions=2, advantage=name)
 
 
-@pytest.mark.parametrize("name", ["reinforce_pp"])
+@pytest.mark.parametrize("name", ["reinforce_pp", "remax"])
 def test_an_estimator_without_groups_needs_none(name: str) -> None:
     assert found(group_size=1, advantage=name) == []
 
 
-def test_remax_needs_a_greedy_response_gdpo_several_rewards_and_groups_of_equal_totals() -> None:
-    refused("algorithm.advantage", "needs a greedy response to each prompt", advantage="remax")
+def test_one_response_differs_from_nothing_but_a_greedy_one() -> None:
+    assert found(group_size=1, filter="drop", advantage="remax") == []
+    refused("training.filter", "rollout.group_size is 1", group_size=1, filter="drop", advantage="reinforce_pp")
+
+
+TEACHER = {"path": "builtin/arithmetic"}
+
+
+@pytest.mark.parametrize(("teacher", "words"), [({}, "names none"), ({**TEACHER, "url": "http://127.0.0.1:1"}, "both")])
+def test_distillation_needs_one_teacher(teacher: Any, words: str) -> None:
+    refused("algorithm.teacher", words, advantage="distillation", teacher=teacher)
+
+
+def test_distillation_needs_no_group_and_no_rewards_that_differ() -> None:
+    assert found(group_size=1, filter="drop", advantage="distillation", teacher=TEACHER) == []
+
+
+def test_a_teacher_without_distillation_does_nothing() -> None:
+    refused("algorithm.teacher.path", "needs no teacher", teacher=TEACHER)
+
+
+def test_gdpo_needs_several_rewards_and_groups_of_equal_totals() -> None:
     refused("algorithm.advantage", "reward.functions names one", advantage="gdpo")
     refused("training.filter", "may differ where the totals are equal", functions=2, filter="drop", advantage="gdpo")
     assert found(functions=2, advantage="gdpo") == []

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.config import built
 from asyncrl.config.load import dump_config, load_config, load_mapping
 from asyncrl.config.schema import Config
 from asyncrl.config.walk import Node, every_node
@@ -87,8 +88,6 @@ def test_every_problem_is_reported_at_once_in_the_order_of_the_lines(pipeline: P
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("algorithm.advantage=remax", "algorithm.advantage is remax, which is known but not built yet: use one of grpo, rloo"),
-        ("algorithm.advantage={name: remax}", "not built yet"),
         ("algorithm.correction={name: token_icepop, low: 6.0}", "token_icepop has low 6 and high 5, with nothing between them"),
         ("algorithm.loss=dro", "algorithm.loss.beta is missing, and has no default"),
         ("algorithm.loss={name: 'mine:fn', aggregation: sum}", "algorithm.loss.aggregation is 'sum'"),
@@ -117,6 +116,13 @@ def test_a_wrong_override_is_refused_with_its_own_text(pipeline: Path, override:
     (problem,) = problems_of(pipeline, override)
     assert words in problem.message
     assert problem.source == f"--set {override}"
+
+
+@pytest.mark.parametrize("value", ["to_come", "{name: to_come}"])
+def test_what_is_not_built_yet_is_said_so(pipeline: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setattr(built, "NOT_BUILT", {"algorithm.advantage": ("to_come",)})
+    (problem,) = problems_of(pipeline, f"algorithm.advantage={value}")
+    assert "algorithm.advantage is to_come, which is known but not built yet: use one of grpo, rloo" in problem.message
 
 
 SETTABLE = [

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.messages import GroupId, ScoredGroup
+from asyncrl.messages import GreedyResponse, GroupId, ScoredGroup
 from asyncrl.protocols import TrainBatch
 from asyncrl.scheduling.minibatches import cut_minibatches
 
@@ -59,6 +59,8 @@ def group(row: int, *, seed: int = 0, size: int = 4, longest: int = 9) -> Scored
         failures=[None if np.isfinite(reward) else "reward raised" for reward in rewards],
         prompt="p",
         responses=["r"] * size,
+        teacher_log_probs=(-4 + random.normal(scale=0.5, size=total)).astype(np.float32),
+        greedy=GreedyResponse(float(np.float32(random.random())), 0, 3),
     )
 
 

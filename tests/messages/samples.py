@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from asyncrl.messages import GroupId, ScoredGroup, Trajectory, TrajectoryId
+from asyncrl.messages import GreedyResponse, GroupId, ScoredGroup, Trajectory, TrajectoryId
 
 
 def trajectory(row: int = 0, member: int = 0, *, num_tokens: int = 8, group_size: int = 8, attempt: int = 0) -> Trajectory:
@@ -84,7 +84,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     failure = draw(st.none() | texts)
     size = 0 if failure is not None else draw(st.integers(0, 20))
     return Trajectory(
-        id=TrajectoryId(draw(counts), draw(counts), draw(counts), draw(st.integers(0, group_size - 1))),
+        id=TrajectoryId(draw(counts), draw(counts), draw(counts), draw(st.integers(0, group_size))),
         group_size=group_size,
         start_version=draw(counts),
         prompt_tokens=draw(arrays(np.int32, draw(st.integers(0, 10)))),
@@ -125,6 +125,8 @@ def scored_groups(draw: st.DrawFn) -> ScoredGroup:
         responses=draw(st.lists(texts, min_size=num, max_size=num)),
         ground_truth=draw(plain_values),
         metrics=draw(st.dictionaries(texts, st.floats(), max_size=3)),
+        teacher_log_probs=draw(arrays(np.float32, draw(st.sampled_from([0, sum(lengths)])))),
+        greedy=draw(st.none() | st.builds(GreedyResponse, st.floats(allow_nan=False, allow_infinity=False), counts, counts)),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import FrameError, MalformedFrame, OversizedFrame, TruncatedFrame, UnknownSchema, UnknownTag
-from asyncrl.messages import Trajectory
+from asyncrl.messages import GreedyResponse, Trajectory
 from asyncrl.messages.codec import Message, decode, encode, envelope, from_payload, to_payload
 from tests.messages import samples
 
@@ -110,6 +110,14 @@ def test_an_unknown_tag_and_an_unknown_schema_are_named():
         decode([msgpack.packb([tag, 99, *rest]), *arrays], max_bytes=LIMIT)
 
 
+def test_the_member_after_the_last_sample_is_the_greedy_response_and_there_is_no_further_one():
+    greedy = samples.trajectory(member=8, group_size=8)
+    assert greedy.is_greedy
+    assert from_payload(to_payload(greedy)).is_greedy
+    with pytest.raises(MalformedFrame, match="at most group_size 8, which is the greedy response"):
+        encode(samples.trajectory(member=9, group_size=8))
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -142,6 +150,9 @@ def test_a_trajectory_that_breaks_a_rule_is_refused_when_it_is_sent(change, rule
         ({"lengths": np.array([9, -1], dtype=np.int32)}, "length of at least 0"),
         ({"members": np.array([1, 0], dtype=np.int32)}, "ascend"),
         ({"members": np.array([0, 2], dtype=np.int32)}, "below group_size"),
+        ({"greedy": GreedyResponse(float("nan"), 0, 0)}, "greedy is a finite reward"),
+        ({"teacher_log_probs": np.zeros(3, dtype=np.float32)}, "a teacher judges every token or none"),
+        ({"greedy": GreedyResponse(1.0, -1, 0)}, "greedy is a finite reward"),
         ({"rewards": np.ones(3, dtype=np.float32)}, "one value per member"),
         ({"rewards": np.array([1, np.nan], dtype=np.float32)}, "has its failure"),
         ({"responses": ["3"]}, "one per member"),

@@ -119,6 +119,54 @@ def test_groups_that_miss_a_member_at_the_end_of_the_data_fail():
     assert group.reason == "members missing at the end of the data: 1 of 2 came"
 
 
+def greedy_group(*scores, baseline, min_scored=1):
+    """The one group that closes with samples of these scores and a greedy response of that one."""
+    assembler, size = GroupAssembler(min_scored, with_greedy=True), len(scores)
+    for member, score in enumerate([*scores, baseline]):
+        assert assembler.take_closed() == []
+        assembler.accept(trajectory(0, member, group_size=size))
+        assembler.record(TrajectoryId(0, 0, 0, member), score)
+    (group,) = assembler.take_closed()
+    return group
+
+
+def test_the_greedy_response_is_the_baseline_and_no_member():
+    group = greedy_group(reward(1.0), reward(0.0), baseline=reward(0.3))
+    assert group.members.tolist() == [0, 1]
+    assert (group.rewards.tolist(), len(group.responses), len(group.lengths)) == ([1.0, 0.0], 2, 2)
+    assert group.metrics == {"length": 5.0}
+    assert group.greedy.reward == np.float32(0.3), "so that an equal reward is no advantage"
+
+
+def test_the_greedy_response_may_be_of_other_versions():
+    assembler = GroupAssembler(min_scored=1, with_greedy=True)
+    older = dataclasses.replace(trajectory(0, 1, num_tokens=2, group_size=1), versions=np.array([3, 5], np.int32))
+    for each in (older, trajectory(0, 0, group_size=1)):
+        assembler.accept(each)
+        assembler.record(each.id, reward(1.0))
+    (group,) = assembler.take_closed()
+    assert (group.greedy.oldest, group.greedy.newest) == (3, 5)
+    assert not group.versions.any()
+
+
+def test_a_group_without_its_baseline_has_failed_with_the_reason():
+    group = greedy_group(reward(1.0), reward(0.0), baseline=MemberScore(None, failure="timeout after 1 s"))
+    assert isinstance(group, FailedGroup)
+    assert group.reason == "no baseline: the greedy response failed, timeout after 1 s"
+    assert [each.is_greedy for each in group.trajectories] == [False, False, True]
+
+
+def test_the_greedy_response_does_not_count_as_a_scored_sample():
+    group = greedy_group(reward(1.0), MemberScore(None, failure="x"), baseline=reward(1.0), min_scored=2)
+    assert group.reason == "too few scored: 1 of 2, x"
+
+
+def test_where_none_is_asked_for_a_greedy_response_is_a_stray():
+    assembler = GroupAssembler(min_scored=1)
+    assert not assembler.accept(trajectory(0, 2, group_size=2))
+    assert assembler.counts.strays == 1
+
+
 def test_memory_of_closed_groups_is_bounded(monkeypatch):
     monkeypatch.setattr(groups, "CLOSED_REMEMBERED", 10)
     assembler = GroupAssembler(min_scored=1)
@@ -130,21 +178,22 @@ def test_memory_of_closed_groups_is_bounded(monkeypatch):
 
 @st.composite
 def histories(draw):
-    """(group size, min_scored, events): every member of some groups arrives, some twice, in any order; each has a fate."""
+    """(group size, min_scored, with a greedy response, events): every member of some groups arrives, some twice, in any order;
+    each has a fate."""
     size = draw(st.integers(1, 4))
-    num_groups = draw(st.integers(1, 4))
-    ids = [TrajectoryId(0, row, 0, member) for row in range(num_groups) for member in range(size)]
+    num_groups, with_greedy = draw(st.integers(1, 4)), draw(st.booleans())
+    ids = [TrajectoryId(0, row, 0, member) for row in range(num_groups) for member in range(size + with_greedy)]
     fates = {id: draw(st.sampled_from(["scored", "scored", "no score", "not generated"])) for id in ids}
     copies = draw(st.lists(st.sampled_from(ids), max_size=5))
     order = draw(st.permutations(ids + copies))
-    return size, draw(st.integers(1, 4)), fates, order, draw(st.randoms(use_true_random=False))
+    return size, draw(st.integers(1, 4)), with_greedy, fates, order, draw(st.randoms(use_true_random=False))
 
 
 @given(histories())
 @settings(max_examples=300, deadline=None)
 def test_every_group_closes_exactly_once_and_accounts_for_every_member(history):
-    size, min_scored, fates, order, random = history
-    assembler = GroupAssembler(min_scored)
+    size, min_scored, with_greedy, fates, order, random = history
+    assembler = GroupAssembler(min_scored, with_greedy=with_greedy)
     waiting, closed = [], []
     for id in order:
         if fates[id] == "not generated":
@@ -164,15 +213,19 @@ def test_every_group_closes_exactly_once_and_accounts_for_every_member(history):
     assert assembler.counts.duplicates == len(order) - len(fates)
     assert assembler.counts.trajectories == len(fates)
     for group in closed:
-        num_scored = sum(fate == "scored" for id, fate in fates.items() if id.group == group.id)
-        assert isinstance(group, ScoredGroup) == (num_scored >= min_scored)
+        num_scored = sum(fates[group.id.member(member)] == "scored" for member in range(size))
+        has_baseline = fates.get(group.id.member(size), "scored") == "scored"
+        assert isinstance(group, ScoredGroup) == (num_scored >= min_scored and has_baseline)
         if isinstance(group, ScoredGroup):
             assert group.num_scored == num_scored
+            assert (group.greedy is not None) == with_greedy
             assert len(group.failures) == len(group.responses) == len(group.finish_reasons) == size
             assert group.lengths.sum() == len(group.response_tokens) == len(group.versions)
             assert all((f is None) == np.isfinite(r) for f, r in zip(group.failures, group.rewards, strict=True))
-        else:
+        elif num_scored < min_scored:
             assert group.reason.startswith(f"too few scored: {num_scored} of {size}")
+        else:
+            assert group.reason.startswith("no baseline")
 
 
 def _score(assembler, id, fates):

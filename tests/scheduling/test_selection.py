@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.messages import GroupId, ScoredGroup
+from asyncrl.messages import GreedyResponse, GroupId, ScoredGroup
 from asyncrl.scheduling.selection import Candidate, SelectionRules, Selector, candidate_of, narrow, split_filtered
 from tests.scheduling.selection_world import World
 
@@ -73,6 +73,23 @@ def test_equal_rewards_means_largest_is_smallest_not_zero_deviation():
     assert candidate_of(scored_group(rewards=rewards)).equal_rewards
     rewards[1] = np.nextafter(rewards[1], np.float32(1))
     assert not candidate_of(scored_group(rewards=rewards)).equal_rewards
+
+
+def test_a_greedy_response_that_differs_gives_equal_rewards_an_advantage():
+    rewards = np.full(2, 0.3, np.float32)
+    equal, better = (GreedyResponse(float(reward), 0, 1) for reward in np.float32([0.3, 0.8]))
+    assert candidate_of(scored_group(rewards=rewards, greedy=equal)).equal_rewards
+    assert not candidate_of(scored_group(rewards=rewards, greedy=better)).equal_rewards
+
+
+def test_a_group_that_a_teacher_judged_teaches_something_whatever_its_rewards():
+    judged = scored_group(rewards=np.ones(2, np.float32), teacher_log_probs=np.zeros(5, np.float32))
+    assert not candidate_of(judged).equal_rewards
+
+
+def test_one_response_has_an_advantage_over_the_greedy_one():
+    one = {"rewards": np.array([np.nan, 1.0], np.float32), "failures": ["reward raised", None]}
+    assert not candidate_of(scored_group(**one, greedy=GreedyResponse(0.0, 0, 1))).equal_rewards
 
 
 def test_narrowing_leaves_exactly_the_tokens_within_the_bound():

@@ -174,7 +174,7 @@ class Bench:
         """The queue keeps what was sent, until its group ends."""
         members = {id: {trajectory.id.member for trajectory in sent} for id, sent in self.sender.by_group().items()}
         scored = [group.id for group in self.ledger.attempts.live() if group.state == "queued"]
-        return Held(self.config.rollout.group_size, scored, members)
+        return Held(self.config.members_per_group, scored, members)
 
     async def lose(self) -> None:
         """The rollouter's process is gone."""
@@ -199,7 +199,7 @@ class Bench:
     def whole_groups(self) -> list[GroupId]:
         """Live groups of which every member was sent, oldest first."""
         sent = self.sender.by_group()
-        return [id for id in self.dispatched if len(sent[id]) == self.config.rollout.group_size]
+        return [id for id in self.dispatched if len(sent[id]) == self.config.members_per_group]
 
     async def take_step(self, groups=None, *, state="trained", reissue=False) -> None:
         """The trainer finishes a step with these groups (default: the oldest whole ones), and the servers confirm its version."""

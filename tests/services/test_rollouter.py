@@ -174,10 +174,12 @@ async def test_a_group_whose_every_member_failed_is_sent_all_the_same():
         assert all(trajectory.failure for trajectory in bench.sender.sent)
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "remax"])
 @pytest.mark.parametrize(("group_size", "places"), [(2, 5), (4, 4), (6, 4), (7, 3), (1, 1)])
-def test_no_more_trajectories_are_generated_at_once_than_there_are_places(group_size, places):
+def test_no_more_trajectories_are_generated_at_once_than_there_are_places(group_size, places, advantage):
     async def main():
-        config = make_config(rollout={"group_size": group_size, "max_concurrent": places})
+        config = make_config(rollout={"group_size": group_size, "max_concurrent": places}, algorithm={"advantage": advantage})
+        members = config.members_per_group
         async with Bench(config) as bench:
             running, most = set(), [0]
             answer = bench.engine._answer
@@ -193,9 +195,9 @@ def test_no_more_trajectories_are_generated_at_once_than_there_are_places(group_
             bench.engine._answer = counted
             bench.fleet.show(0)
             await bench.train_to_the_end()
-            assert len(bench.sender.sent) == group_size * 40
+            assert len(bench.sender.sent) == members * 40
             assert most[0] <= places
-            assert most[0] >= min(group_size, places)
+            assert most[0] >= min(members, places)
             assert bench.rollouter.status()["generating"] == 0
 
     run_virtual(main(), limit_seconds=HOUR)

@@ -19,13 +19,16 @@ PROMPTS = [f"prompt {row}" for row in range(60)]
 HELD_OUT = ["held out 0", "held out 1"]
 
 
-def run(tmp_path, losses, *, steps=40, durability="none", rollout=None, training=None, data=None, world=None, **options):
+def run(
+    tmp_path, losses, *, steps=40, durability="none", rollout=None, training=None, data=None, world=None, sections=None, **options
+):
     config = make_config(
         rollout={"max_response_tokens": 80, "generation_retries": 0, **(rollout or {})},
         training={"steps": steps, "groups_per_step": 2, "data_timeout_seconds": 1000.0, **(training or {})},
         evaluation={"samples": 4, "every": 10},
         queue={"durability": durability, "lease_seconds": 5.0},
         **({"data": data} if data else {}),
+        **(sections or {}),
     )
     given = World(
         token_seconds=0.05,

@@ -31,6 +31,7 @@ def configs(draw):
             "max_concurrent": draw(st.sampled_from([1, 4, 7, 256])),
             "quarantine_after": draw(st.sampled_from([0, 1, 3])),
         },
+        algorithm={"advantage": draw(st.sampled_from(["grpo", "remax"]))},
         training={
             "steps": draw(st.integers(1, 20)),
             "groups_per_step": groups,
@@ -104,6 +105,8 @@ def test_the_bound_holds_the_ledger_balances_every_prompt_ends_once_and_nothing_
             return
         assert_every_prompt_ended_once(simulated, Path(folder))
         batches = [json.loads(line) for line in (Path(folder) / "batches.jsonl").read_text().splitlines()]
+    with_greedy = config.algorithm.advantage.needs.greedy
+    assert all((group.greedy is not None) == with_greedy for batch in simulated.batches for group in batch.groups)
     counts = simulated.ledger.attempts.counts()
     assert counts["in_flight"] == counts["queued"] == simulated.unsettled == 0
     for line in batches:

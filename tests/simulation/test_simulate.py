@@ -41,12 +41,13 @@ ROUGH = World(
 )
 
 
-def run(tmp_path, *, rollout=None, training=None, queue=None, prompts=PROMPTS, world=ROUGH, steps=150, **options):
+def run(tmp_path, *, rollout=None, training=None, queue=None, prompts=PROMPTS, world=ROUGH, steps=150, sections=None, **options):
     config = make_config(
         rollout={"max_response_tokens": SLOW, "generation_retries": 0, **(rollout or {})},
         training={"steps": steps, "groups_per_step": 2, "data_timeout_seconds": 300.0, **(training or {})},
         evaluation={"samples": 4, "every": 40},
         **({"queue": queue} if queue else {}),
+        **(sections or {}),
     )
     options.setdefault("eval_prompts", HELD_OUT)
     return config, simulate(config, tmp_path, prompts=prompts, world=world, **options)

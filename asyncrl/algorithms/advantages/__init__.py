@@ -2,6 +2,7 @@
 
     outcome.py   one advantage per response      returns.py   discounted returns, GAE
     batch.py     what they are given             token_baseline.py   a baseline of every token's own
+    distilled.py a teacher's word on every token
 
 A missing reward (NaN) is outside its group's statistics, has advantage 0, and its tokens leave the mask. A group of one has
 advantage 0 in every group-relative estimator; where a group's rewards are all equal (max = min) it is exactly 0 in those whose
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from asyncrl.algorithms.advantages.batch import GroupStatistics, RewardBatch, group_statistics
+from asyncrl.algorithms.advantages.distilled import distillation
 from asyncrl.algorithms.advantages.outcome import gdpo, gpg, grpo, grpo_passk, opo, remax, rloo
 from asyncrl.algorithms.advantages.returns import gae, gae_and_returns, on_last_token, reinforce_pp, reinforce_pp_baseline
 from asyncrl.algorithms.advantages.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
@@ -38,6 +40,7 @@ ADVANTAGES: dict[str, Callable[[Any, RewardBatch], torch.Tensor]] = {
     "gae": gae,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
+    "distillation": distillation,
 }
 """Name of the entry to its function: (entry, batch) to advantages [B] or [B, T], free outside the mask."""
 

@@ -15,8 +15,9 @@ class RewardBatch:
     the trainable tokens.
 
     Only for the estimators that need them: components_BK, the reward functions' scores, with their weights component_weights_K;
-    greedy_B, the reward of the greedy response to the same prompt; values_BT, a critic's; log_probs_BT and sum_pi_squared_BT
-    (Σπ² over the vocabulary) under the proximal policy.
+    greedy_B, the reward of the greedy response to the same prompt; teacher_BT and behaviour_BT, log-probs under a teacher and
+    under the policy that sampled; values_BT, a critic's; log_probs_BT and sum_pi_squared_BT (Σπ² over the vocabulary) under the
+    proximal policy.
     """
 
     rewards_B: torch.Tensor
@@ -25,6 +26,8 @@ class RewardBatch:
     components_BK: torch.Tensor | None = None
     component_weights_K: torch.Tensor | None = None
     greedy_B: torch.Tensor | None = None
+    teacher_BT: torch.Tensor | None = None
+    behaviour_BT: torch.Tensor | None = None
     values_BT: torch.Tensor | None = None
     log_probs_BT: torch.Tensor | None = None
     sum_pi_squared_BT: torch.Tensor | None = None

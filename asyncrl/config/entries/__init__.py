@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BeforeValidator, Discriminator, Tag
 
 from asyncrl.config.entries.advantages import (
+    Distillation,
     Gae,
     Gdpo,
     GpgAdvantage,
@@ -111,6 +112,7 @@ Advantage = Annotated[
     | Annotated[Gae, Tag("gae")]
     | Annotated[OptimalTokenBaseline, Tag("optimal_token_baseline")]
     | Annotated[TirOptimalTokenBaseline, Tag("tir_optimal_token_baseline")]
+    | Annotated[Distillation, Tag("distillation")]
     | Annotated[UserAdvantage, Tag(USERS)],
     _by_name(),
     _entry("grpo"),
@@ -163,7 +165,8 @@ def entries_of(kind: Any) -> dict[str, type[Entry]]:
 
 
 __all__ = [
-    "AdaptiveKl", "Advantage", "Aggregation", "Cispo", "ClipCov", "Correcting", "Correction", "DppoKl", "DppoTv", "Dro", "Entry", "Gae", "Gdpo",
+    "AdaptiveKl", "Advantage", "Aggregation", "Cispo", "ClipCov", "Correcting", "Correction",
+    "Distillation", "DppoKl", "DppoTv", "Dro", "Entry", "Gae", "Gdpo",
     "General", "GeoMis", "GeoMisSeqTis", "GeoMisTokenTis", "Gmpo", "GpgAdvantage", "GpgLoss", "Grpo", "GrpoPassk", "Gspo", "K3Mask",
     "K3MaskSeqTis", "K3MaskTokenTis", "KlCov", "KlEstimator", "Loss", "M2po", "Needs", "NoCorrection", "Opo", "OptimalTokenBaseline",
     "PolicyLoss", "PpoClip", "Reinforce", "ReinforcePp", "ReinforcePpBaseline", "Rejection", "Remax", "Rloo", "Sapo", "SegmentTis",

@@ -41,6 +41,9 @@ class ReinforcePpBaseline(Entry):
 
 
 class Remax(Entry):
+    """The run asks for one greedy response more to each prompt, scored like the samples. Whatever becomes of it, it does not
+    train; a group whose greedy response failed has failed."""
+
     requires: ClassVar[Needs] = Needs(greedy=True)
     name: Literal["remax"] = Field("remax", description="Reward minus that of the greedy response to the same prompt.")
 
@@ -93,6 +96,17 @@ class TirOptimalTokenBaseline(Entry):
     )
     name: Literal["tir_optimal_token_baseline"] = Field(
         "tir_optimal_token_baseline", description="optimal_token_baseline with turns in the place of tokens."
+    )
+
+
+class Distillation(Entry):
+    requires: ClassVar[Needs] = Needs(teacher=True, per_token=True)
+    name: Literal["distillation"] = Field(
+        "distillation", description="How much likelier each token is to a teacher than to the policy that sampled it."
+    )
+    coefficient: float = Field(1.0, gt=0, description="Factor of the log-ratio of teacher to behaviour policy.")
+    reward_coefficient: float = Field(
+        0.0, ge=0, description="Factor of the response's reward, added to every token; 0 leaves it out."
     )
 
 

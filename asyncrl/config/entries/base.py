@@ -21,8 +21,9 @@ class Needs:
     """What an entry asks of the run that uses it.
 
     Of an advantage: `group` more than one response to a prompt, `critic` values of every token, `greedy` the reward of a greedy
-    response to each prompt, `components` the reward functions' scores apart, `probabilities` log-prob and Σπ² of every token under
-    the proximal policy, `turns` a mask whose runs are turns. `per_token` says that tokens of one response may differ in advantage.
+    response to each prompt, `teacher` a teacher's log-prob of every token, `components` the reward functions' scores apart,
+    `probabilities` log-prob and Σπ² of every token under the proximal policy, `turns` a mask whose runs are turns. `per_token`
+    says that tokens of one response may differ in advantage.
 
     Of a loss: `anchor` the policy that its ratio is taken against, `weight` whether it takes the correction's w,
     `one_advantage` the same advantage on every token of a response, `sample_ids` ids that name each response.
@@ -36,6 +37,7 @@ class Needs:
     group: bool = False
     critic: bool = False
     greedy: bool = False
+    teacher: bool = False
     components: bool = False
     probabilities: bool = False
     turns: bool = False
@@ -65,6 +67,7 @@ WORDS = {
     "group": "group size > 1",
     "critic": "critic",
     "greedy": "greedy sample",
+    "teacher": "teacher",
     "components": "reward components",
     "probabilities": "log-probs and Σπ²",
     "turns": "turns",

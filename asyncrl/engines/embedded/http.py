@@ -1,6 +1,7 @@
 """SGLang's HTTP protocol in front of the engine loop, on aiohttp.
 
-POST /generate, /abort_request, /flush_cache    GET /health, /health_generate, /ping, /model_info, /server_info, /v1/loads
+POST /generate, /tokenize, /detokenize, /abort_request, /flush_cache
+GET /health, /health_generate, /ping, /model_info, /server_info, /v1/loads
 
 With a token, every one of them wants it (`Authorization: Bearer …`, as SGLang's --api-key) before it looks at anything else. A
 connection that has not said what it wants after REQUEST_SECONDS, drop by drop or not at all, is closed.
@@ -20,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from asyncrl.engines.embedded.loop import EngineLoop
+from asyncrl.engines.embedded.score_wire import is_scoring, parse_score, score_responses
 from asyncrl.engines.embedded.sequences import Update
 from asyncrl.engines.embedded.wire import BadRequest, Call, Limits, parse_generate, response_of
 from asyncrl.errors import GenerationFailed
@@ -90,6 +92,8 @@ class HttpFront:
         app.add_routes(
             [
                 web.post("/generate", self._generate),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
                 web.post("/abort_request", self._abort),
                 web.post("/flush_cache", self._flush),
                 web.get("/flush_cache", self._flush),
@@ -122,8 +126,11 @@ class HttpFront:
             await self._runner.cleanup()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request)
+        if is_scoring(body):
+            return await self._score(body)
         sink = Sink()
-        call = parse_generate(await _body(request), self._limits, sink)
+        call = parse_generate(body, self._limits, sink)
         sink.left = len(call.sequences)
         self._engine.submit(call.sequences)
         try:
@@ -131,6 +138,26 @@ class HttpFront:
         finally:
             if sink.left:  # the client is gone, or writing to it failed: nobody wants the rest
                 self._abandon(sink)
+
+    async def _score(self, body: Any) -> web.Response:
+        call = parse_score(body, self._limits)
+        log_probs = await asyncio.wrap_future(self._engine.score(call.rows, call.temperature))
+        return _json(score_responses(call, log_probs, self._engine.version))
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        if self._limits.encode is None or not isinstance(body, dict) or not isinstance(body.get("prompt"), str):
+            raise BadRequest('tokenize needs {"prompt": "text"}, and a server with a tokenizer')
+        tokens = self._limits.encode(body["prompt"])
+        return _json({"tokens": tokens, "count": len(tokens)})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        tokens = body.get("tokens") if isinstance(body, dict) else None
+        known = range(self._limits.vocab_size)
+        if self._decode is None or not isinstance(tokens, list) or not all(type(id) is int and id in known for id in tokens):
+            raise BadRequest('detokenize needs {"tokens": [ids]}, and a server with a tokenizer')
+        return _json({"text": self._decode(tokens, body.get("skip_special_tokens") is not False)})
 
     async def _answer(self, call: Call, sink: Sink) -> web.Response:
         responses: dict[int, dict[str, Any]] = {}
@@ -140,7 +167,7 @@ class HttpFront:
         ordered = [responses[index] for index in range(len(call.sequences))]
         for response in ordered:
             del response["index"]
-        return web.Response(body=orjson.dumps(ordered if call.batch else ordered[0]), content_type="application/json")
+        return _json(ordered if call.batch else ordered[0])
 
     async def _stream(self, request: web.Request, call: Call, sink: Sink) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -239,6 +266,10 @@ async def _body(request: web.Request) -> Any:
         raise web.HTTPRequestTimeout from None
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json")
 
 
 def _log_of_our_own_failures() -> logging.Logger:

@@ -109,6 +109,23 @@ class EngineLoop:
         """Queue sequences; each leaves through the listener exactly once with a finish."""
         self._post(lambda: self._scheduler.add(batch))
 
+    def score(self, rows: Sequence[npt.NDArray[np.int32]], temperature: float) -> Future[list[npt.NDArray[np.float32]]]:
+        """Log-probs of each row's tokens but the first, between two steps; cancelled in time, it costs nothing."""
+        answer: Future[list[npt.NDArray[np.float32]]] = Future()
+
+        def work() -> None:
+            if answer.set_running_or_notify_cancel():
+                began = time.thread_time()
+                try:
+                    answer.set_result(self._runner.score(rows, temperature))
+                except BaseException as error:  # boundary: who asked is told; the loop lives on
+                    answer.set_exception(error)
+                self.stats.forward_cpu_seconds += time.thread_time() - began
+                self.stats.prefilled_tokens += sum(map(len, rows))
+
+        self._post(work)
+        return answer
+
     def abort(self, rids: Collection[str] | None) -> None:
         """End the sequences with these request ids, or all (None)."""
         wanted = None if rids is None else set(rids)

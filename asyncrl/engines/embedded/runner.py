@@ -19,6 +19,7 @@ from asyncrl.engines.embedded.kv_cache import LayerShape, SlotCache
 from asyncrl.engines.embedded.lean import FAMILY, LeanForward
 from asyncrl.engines.embedded.loading import context_limit, refuse_short_window
 from asyncrl.engines.embedded.sampling import sample
+from asyncrl.engines.embedded.scoring import token_log_probs
 from asyncrl.errors import PlanMismatch, UserError
 
 PREFILL_CHUNK = 512
@@ -214,6 +215,10 @@ class ModelRunner:
         with torch.inference_mode():
             theirs_V = self.model(input_ids=self._to_device(ids).long()[None], use_cache=False).logits[0, -1].float()
         return float((ours_V.log_softmax(-1) - theirs_V.log_softmax(-1)).abs().max())
+
+    def score(self, rows: Sequence[npt.NDArray[np.int32]], temperature: float) -> list[npt.NDArray[np.float32]]:
+        """Log-probs float32[P − 1] of each row's tokens but the first; the cache is left as it is."""
+        return token_log_probs(self.model, rows, temperature)
 
     def live(self) -> dict[str, torch.Tensor]:
         """Parameters by name; a tied one once, under its first name. Callable from any thread."""

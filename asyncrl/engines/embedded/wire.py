@@ -71,7 +71,7 @@ def parse_generate(body: Any, limits: Limits, sink: Any) -> Call:
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, not {type(body).__name__}")
     _refuse_unknown(body, FIELDS, OFF_FIELDS, "field")
-    prompts, batch, texts = _prompts(body, limits)
+    prompts, batch, texts = read_prompts(body, limits)
     stream, is_incremental = _flag(body, "stream"), _flag(body, "incremental")
     if is_incremental and not stream:
         raise BadRequest("incremental is true, but without a stream there is one answer only: set stream to true")
@@ -81,7 +81,7 @@ def parse_generate(body: Any, limits: Limits, sink: Any) -> Call:
     total = sum(counts)
     if total > MAX_BATCH:
         raise BadRequest(f"one call may ask for {MAX_BATCH} responses, not {total}: send several calls")
-    rids = _rids(body.get("rid"), counts)
+    rids = read_rids(body.get("rid"), counts)
     members: list[sequences.Sequence] = []
     last, key = None, b""
     for prompt, share, first_seed in zip(prompts, shares, seeds, strict=True):
@@ -102,7 +102,8 @@ def parse_generate(body: Any, limits: Limits, sink: Any) -> Call:
     )
 
 
-def _prompts(body: Json, limits: Limits) -> tuple[list[Tokens], bool, bool]:
+def read_prompts(body: Json, limits: Limits) -> tuple[list[Tokens], bool, bool]:
+    """(prompts, whether they came as a list, whether they came as text)."""
     if ("input_ids" in body) == ("text" in body):
         raise BadRequest("exactly one of input_ids and text must be given")
     texts = "text" in body
@@ -223,7 +224,7 @@ def _sampling(params: Json, prompt_tokens: int, limits: Limits, *, stream: bool,
     )
 
 
-def _rids(value: Any, counts: Sequence[int]) -> list[str]:
+def read_rids(value: Any, counts: Sequence[int]) -> list[str]:
     """One id per response: those given, suffixed where one prompt has several responses."""
     total = sum(counts)
     if value is None:

@@ -85,6 +85,24 @@ def collate_components(groups: Sequence[ScoredGroup], names: Sequence[str]) -> t
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32))
 
 
+def collate_teacher(groups: Sequence[ScoredGroup], like_BT: torch.Tensor) -> torch.Tensor:
+    """float32[B, T]: log-probs under the teacher, NaN where it judged nothing."""
+    whole_BT, row = torch.full_like(like_BT, torch.nan), 0
+    for group in groups:
+        ends = np.cumsum(group.lengths)
+        for start, end in zip(ends - group.lengths, ends, strict=True):
+            if len(group.teacher_log_probs):
+                whole_BT[row, : end - start] = torch.from_numpy(group.teacher_log_probs[start:end].copy())
+            row += 1
+    return whole_BT
+
+
+def collate_greedy(groups: Sequence[ScoredGroup]) -> torch.Tensor:
+    """float32[B]: the reward of the greedy response to each response's prompt; NaN where there is none."""
+    rewards = [np.nan if group.greedy is None else group.greedy.reward for group in groups]
+    return torch.from_numpy(np.repeat(np.array(rewards, np.float32), [len(group.lengths) for group in groups]))
+
+
 def input_lengths(arrays: StepArrays, mask_BT: torch.Tensor) -> Ints:
     """Tokens that a forward pass must read per response: up to the one before its last trainable token; 0 where none is
     trainable."""

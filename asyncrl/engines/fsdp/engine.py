@@ -19,13 +19,29 @@ from asyncrl.algorithms.proximal import PROXIMALS
 from asyncrl.algorithms.reports import correction_metrics
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.engines.fsdp import state
-from asyncrl.engines.fsdp.collate import StepArrays, collate_components, collate_step, input_lengths
+from asyncrl.engines.fsdp.collate import (
+    StepArrays,
+    collate_components,
+    collate_greedy,
+    collate_step,
+    collate_teacher,
+    input_lengths,
+)
 from asyncrl.engines.fsdp.critic import Critic, ValueModel
 from asyncrl.engines.fsdp.model import PolicyModel
 from asyncrl.engines.fsdp.process_group import RankGroup
 from asyncrl.engines.fsdp.saving import Saver, Saves
 from asyncrl.engines.fsdp.sharding import adamw, clipped_norm, reshard, spread_over_ranks
-from asyncrl.engines.fsdp.update import MicroSums, StepWork, UpdatePlan, judged, micro_loss, policy_probabilities, view
+from asyncrl.engines.fsdp.update import (
+    MicroSums,
+    StepWork,
+    UpdatePlan,
+    advantage_metrics,
+    judged,
+    micro_loss,
+    policy_probabilities,
+    view,
+)
 from asyncrl.errors import CheckpointError
 from asyncrl.protocols import StepOutcome, TrainBatch
 from asyncrl.scheduling.microbatches import plan_microbatches
@@ -145,7 +161,9 @@ class FsdpEngine:
             parameter_group["lr"] = batch.learning_rate
         began = time.thread_time()
         plans = self._anchor(work, plans, updates=len(plans) * batch.epochs)
-        told = {} if self._critic is None else self._critic.learn(work, plans, batch)
+        told = advantage_metrics(work)
+        if self._critic is not None:
+            told |= self._critic.learn(work, plans, batch)
         warming = self._critic is not None and batch.step <= self._algorithm.critic.warmup_steps
         results = [] if warming else [self._update(work, plan) for _ in range(batch.epochs) for plan in plans]
         outcome = _outcome(results, passes=batch.epochs, tokens=int(work.mask_host_BT.sum()))
@@ -222,8 +240,14 @@ class FsdpEngine:
         return work, plans
 
     def _rewards(self, batch: TrainBatch, arrays: StepArrays) -> RewardBatch:
+        needs = self._algorithm.advantage.needs
         rewards = RewardBatch(arrays.rewards_B, torch.from_numpy(arrays.groups_B), arrays.mask_BT)
-        if not self._algorithm.advantage.needs.components:
+        if needs.greedy:
+            rewards = replace(rewards, greedy_B=collate_greedy(batch.groups))
+        if needs.teacher:
+            teacher_BT = collate_teacher(batch.groups, arrays.behaviour_BT)
+            rewards = replace(rewards, teacher_BT=teacher_BT, behaviour_BT=arrays.behaviour_BT)
+        if not needs.components:
             return rewards
         weights = self._config.reward.component_weights
         components_BK = collate_components(batch.groups, list(weights))

@@ -102,6 +102,14 @@ def view(work: StepWork, sequences: Sequence[int], device: torch.device) -> Micr
     return MicroBatchView(on_device, index.to(device), width, mask_bt.to(device), empty=False)
 
 
+def advantage_metrics(work: StepWork) -> dict[str, float]:
+    """advantage/mean and advantage/abs_mean over the step's trainable tokens; every rank has them all."""
+    advantages_N = work.advantages_BT[work.mask_BT]
+    if not len(advantages_N):
+        return {}
+    return {"advantage/mean": float(advantages_N.mean()), "advantage/abs_mean": float(advantages_N.abs().mean())}
+
+
 def policy_log_probs(policy: PolicyModel, micro: MicroBatchView) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log_probs_bt, entropy_N, anchor): log-probs 0 outside the mask; `anchor` is a zero that ties every parameter into the
     graph."""

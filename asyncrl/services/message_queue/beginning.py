@@ -63,7 +63,7 @@ class Beginning:
             lease_seconds=self._config.queue.lease_seconds,
             journal=self._journal,
             retains=self._head.retains,
-            group_size=self._config.rollout.group_size,
+            members_per_group=self._config.members_per_group,
         )
         if not is_new:
             self._go_on(lost)
@@ -109,7 +109,7 @@ class Beginning:
                     return False  # it was made, and then this process was lost
                 scored = [entry.group_id for entry in entries if entry.topic == SCORED]
                 members = [entry.message_id for entry in entries if entry.topic == ROLLOUTS]
-                held = held_of(self._config.rollout.group_size, scored, members) if self._keeps else None
+                held = held_of(self._config.members_per_group, scored, members) if self._keeps else None
                 writer.set_back(step, incarnation, self._head, held)
                 return True
         writer.keep_queue(self._head)

@@ -45,15 +45,16 @@ def connect(
     lease_seconds: float,
     journal: Journal | None = None,
     retains: bool = False,
-    group_size: int | None = None,
+    members_per_group: int | None = None,
 ) -> LedgerHooks:
     """An exchange (`.exchange`) whose messages live and end with the ledger's attempts. `retains`: scored groups wait for a
-    checkpoint. With `group_size` the ledger learns what the queue holds, so that a rollouter can be told what is missing."""
+    checkpoint. With `members_per_group` the ledger learns what the queue holds, so that a rollouter can be told what is
+    missing."""
     hooks = LedgerHooks(ledger, retains=retains)
     hooks.exchange = Exchange(topics, lease_seconds=lease_seconds, hooks=hooks, journal=journal)
     ledger.on_end, ledger.on_checkpoint = hooks.settle, hooks.release
-    if group_size is not None:
-        ledger.held = lambda: hooks.held(group_size)
+    if members_per_group is not None:
+        ledger.held = lambda: hooks.held(members_per_group)
     return hooks
 
 
@@ -155,18 +156,18 @@ class LedgerHooks:
         held = [each.group_id for each in self.exchange.unsettled(SCORED)]
         return list(dict.fromkeys([*held, *(str(id) for id in sorted(self.kept) if attempts.state(id) == "queued")]))
 
-    def held(self, group_size: int) -> Held:
+    def held(self, members_per_group: int) -> Held:
         """What the queue holds, unsettled, whoever has it on lease."""
-        return held_of(group_size, self.queued(), [each.message_id for each in self.exchange.unsettled(ROLLOUTS)])
+        return held_of(members_per_group, self.queued(), [each.message_id for each in self.exchange.unsettled(ROLLOUTS)])
 
 
-def held_of(group_size: int, scored: Iterable[str], trajectories: Iterable[str]) -> Held:
+def held_of(members_per_group: int, scored: Iterable[str], trajectories: Iterable[str]) -> Held:
     """From text ids of scored groups and of trajectories."""
     members: dict[GroupId, set[int]] = {}
     for message_id in trajectories:
         id = TrajectoryId.parse(message_id)
         members.setdefault(id.group, set()).add(id.member)
-    return Held(group_size, {GroupId.parse(group_id) for group_id in scored}, members)
+    return Held(members_per_group, {GroupId.parse(group_id) for group_id in scored}, members)
 
 
 @functools.lru_cache(maxsize=4096)  # a group's members arrive together, and each is asked about twice

@@ -7,6 +7,7 @@
 
 front      front     the service: receive, hand out, assemble, send
            dispatch  which samples go to which worker, and what becomes of those of a lost one (pure)
+           judging   the teacher, where the run has one, beside the workers
            meter     where its time went, and what was scored (pure)
            outbox    what waits to be sent
 worker     worker    the service around `asyncrl.rewards.executor`

@@ -6,6 +6,7 @@ _send       scored groups           a scored group, then room      the last memb
 _give_up    failed groups           a failed group, then the RPC   the last member's score; the ledger
 _watch      workers' registrations  a second to pass               the clock
 (a task)    one batch               a worker's answer              the worker, or its loss
+(a task)    responses               the teacher, if there is one   its answer, algorithm.teacher.timeout_seconds
 
 `_receive` never waits for workers or for the `scored` topic: what is here is bounded by the admitted groups, by no buffer's size.
 A trajectory is here until its group's end is accepted by the queue or by the ledger; `in_flight` names those groups. A front that
@@ -18,18 +19,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.clock import Clock
 from asyncrl.errors import FrameError, IllegalTransition, RunError, StreamClosed, TransportError
 from asyncrl.messages import GroupId, ScoredGroup, TrajectoryId
-from asyncrl.protocols import End, LedgerClient, Receiver, Sender, Tracker
+from asyncrl.protocols import End, LedgerClient, Receiver, Sender, Teacher, Tracker
 from asyncrl.rewards import Item
 from asyncrl.scheduling.groups import FailedGroup, GroupAssembler, MemberScore
 from asyncrl.services.kept_figures import KeptFigures
 from asyncrl.services.reward.dispatch import Batch, Dispatcher, Job, WorkerView
+from asyncrl.services.reward.judging import Judging
 from asyncrl.services.reward.meter import ScoreMeter
 from asyncrl.services.reward.outbox import Outbox
 from asyncrl.services.service import NOWHERE, AddressBook, service_rpc
@@ -56,7 +58,8 @@ class Link(Protocol):
 @dataclass(frozen=True)
 class FrontParts:
     """What the front works with. `keep_failed` is given each failed group, for whoever keeps samples to read; `kept`: the run's
-    reward.jsonl; `closers` end what the wiring opened for these parts (clients), after the run."""
+    reward.jsonl; `teacher`: judges each response, beside the workers; `closers` end what the wiring opened for these parts
+    (clients), after the run."""
 
     receiver: Receiver
     sender: Sender
@@ -64,15 +67,16 @@ class FrontParts:
     tracker: Tracker | None = None
     keep_failed: Callable[[FailedGroup], None] | None = None
     kept: KeptFigures = field(default_factory=KeptFigures)
+    teacher: Teacher | None = None
     closers: tuple[Callable[[], Awaitable[None]], ...] = ()
 
 
 class RewardFront:
     """Row `reward`. parts: called in `run` with everybody's addresses. limit_seconds: `reward.timeout_seconds`, which bounds the
-    wait for a worker's answer; num_functions: how many calls a sample takes; max_worker_deaths: with a sample, and it failed.
-    silence_seconds: a worker that did not say for this long that it lives, which it does once a second, is lost; away_seconds:
-    how long there may be none at all, while some wait to be started again; margin_seconds: what a batch may take beyond its
-    calls, replacing a child process included."""
+    wait for a worker's answer; num_functions: how many calls a sample takes; with_greedy: each group has a greedy response;
+    max_worker_deaths: with a sample, and it failed. silence_seconds: a worker that did not say for this long that it lives, which
+    it does once a second, is lost; away_seconds: how long there may be none at all, while some wait to be started again;
+    margin_seconds: what a batch may take beyond its calls, replacing a child process included."""
 
     name = "reward"
 
@@ -81,6 +85,7 @@ class RewardFront:
         parts: Callable[[AddressBook], FrontParts],
         *,
         min_scored: int,
+        with_greedy: bool = False,
         limit_seconds: float,
         num_functions: int,
         max_worker_deaths: int = 2,
@@ -94,13 +99,14 @@ class RewardFront:
         self._make_parts, self._clock, self._connect = parts, clock, connect
         self._call_seconds, self._margin_seconds = num_functions * (limit_seconds + 1.0), margin_seconds
         self._silence_seconds, self._away_seconds = silence_seconds, away_seconds
-        self._assembler = GroupAssembler(min_scored)
+        self._assembler = GroupAssembler(min_scored, with_greedy=with_greedy)
         self._dispatcher = Dispatcher(max_worker_deaths)
         self._max_failed_groups, self._failed_in_a_row = max_failed_groups, 0
         self._deaths = f"its worker died {max_worker_deaths} times while scoring it"
         self._incarnation = uuid.uuid4().hex
         self._meter = ScoreMeter(clock)
         self._kept = KeptFigures()
+        self._judging = Judging(self._call, self._assembler.record, self._teacher_answered)
         self._links: dict[str, Link] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._scored: Outbox[ScoredGroup] = Outbox()
@@ -130,6 +136,7 @@ class RewardFront:
 
     async def run(self, book: AddressBook) -> None:
         parts = self._make_parts(book)
+        self._judging.teacher = parts.teacher
         self._go_on_counting(parts.kept)
         self._state, self._worker_seen = "running", self._clock.now()
         try:
@@ -217,8 +224,9 @@ class RewardFront:
 
     def _accept(self, trajectories: Sequence[Any]) -> None:
         accept = self._assembler.accept
-        jobs = [Job(trajectory.id, vars(trajectory)) for trajectory in trajectories if accept(trajectory)]  # see `_score_batch`
-        self._dispatcher.submit(jobs)
+        to_score = [trajectory for trajectory in trajectories if accept(trajectory)]
+        self._dispatcher.submit([Job(trajectory.id, vars(trajectory)) for trajectory in to_score])  # see `_score_batch`
+        self._judging.ask(to_score)
         self._collect()
         self._pump()
 
@@ -267,10 +275,17 @@ class RewardFront:
     def _pump(self) -> None:
         """Send every batch that can be sent."""
         while (batch := self._dispatcher.assign()) is not None:
-            call = asyncio.create_task(self._score_batch(batch))
-            self._calls.add(call)
-            call.add_done_callback(self._call_ended)
-        self._meter.busy(self._dispatcher.num_waiting + self._dispatcher.num_assigned > 0)
+            self._call(self._score_batch(batch))
+        self._meter.busy(self._dispatcher.num_waiting + self._dispatcher.num_assigned + self._judging.num_waiting > 0)
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        call = asyncio.create_task(work)
+        self._calls.add(call)
+        call.add_done_callback(self._call_ended)
+
+    def _teacher_answered(self) -> None:
+        self._collect()
+        self._pump()
 
     async def _score_batch(self, batch: Batch) -> None:
         fields = batch.worker.fields  # of all that a job has, what some function takes
@@ -306,7 +321,7 @@ class RewardFront:
     def _record(self, jobs: Sequence[Job], scores: Sequence[MemberScore]) -> None:
         for job, score in zip(jobs, scores, strict=True):
             if isinstance(job.key, TrajectoryId):
-                self._assembler.record(job.key, score)
+                self._judging.scored(job.key, score)
             elif isinstance(job.key, asyncio.Future) and not job.key.done():
                 job.key.set_result(score)
         self._collect()
@@ -385,6 +400,8 @@ class RewardFront:
             await parts.tracker.close()
         self._kept.close()
         await parts.receiver.close()
+        if parts.teacher is not None:
+            await parts.teacher.close()
         for close in parts.closers:
             await close()
         await self._rpc.close()

@@ -73,6 +73,8 @@ class ScoreMeter:
         if isinstance(group, ScoredGroup):
             self.counts["groups_scored"] += 1
             self._count_members(group.failures, group.finish_reasons)
+            if group.greedy is not None:
+                self._count_greedy(group.greedy.reward)
             for name, values in {"reward": group.rewards, **group.components}.items():
                 present = list(filter(math.isfinite, values.tolist()))  # a group is small: arrays would cost more
                 self._sums[name] += sum(present)
@@ -114,6 +116,13 @@ class ScoreMeter:
             if failure is not None:
                 self.counts["failed_generation" if finish in NOT_GENERATED else "failed_scoring"] += 1
                 self._count_reason(failure)
+
+    def _count_greedy(self, reward: float) -> None:
+        """The greedy response was scored, like the samples; its reward has a mean of its own."""
+        self.counts["trajectories"] += 1
+        self.counts["scored"] += 1
+        self._sums["greedy_reward"] += reward
+        self._numbers["greedy_reward"] += 1
 
     def _count_reason(self, reason: str) -> None:
         """Reasons may quote the sample; past REASONS_KEPT different ones, new ones are counted together."""

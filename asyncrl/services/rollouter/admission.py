@@ -57,7 +57,7 @@ class Admission:
         whose prompt is in quarantine ends at once."""
         rollout = self._config.rollout
         self._quarantine.check(self._source.num_rows)
-        fit = groups_that_fit(self._places.free, rollout.group_size, rollout.max_concurrent)
+        fit = groups_that_fit(self._places.free, self._config.members_per_group, rollout.max_concurrent)
         started = self._draw(min(self.startable, fit))
         if not started:
             return 0
@@ -95,7 +95,7 @@ class Admission:
     def room_for_evaluation(self) -> int:
         """Places that no group waits for."""
         wanted = min(self.startable, self._groups.num_waiting) if self.data_ended else self.startable
-        return places_left_for_evaluation(self._places.free, wanted, self._config.rollout.group_size)
+        return places_left_for_evaluation(self._places.free, wanted, self._config.members_per_group)
 
     @property
     def nothing_will_come(self) -> bool:
@@ -127,7 +127,7 @@ class Admission:
                 drawn.append(self._prepared(again.id, prompt, again.members, returned=again.returned))
             elif not self.data_ended and (row := self._source.next()) is not None:
                 epoch, prompt = row
-                drawn.append(self._prepared(GroupId(epoch, prompt.row, 0), prompt, range(self._config.rollout.group_size)))
+                drawn.append(self._prepared(GroupId(epoch, prompt.row, 0), prompt, range(self._config.members_per_group)))
             else:
                 self.data_ended = True
                 break

@@ -159,13 +159,13 @@ class Evaluator:
             await self._pulse.wait(LOOK_AGAIN_SECONDS)
             if self._clock.now() >= warn_at:
                 rollout, training = self._config.rollout, self._config.training
-                ahead = (rollout.max_staleness + 1) * training.publish_every * training.groups_per_step * rollout.group_size
+                groups = (rollout.max_staleness + 1) * training.publish_every * training.groups_per_step
                 log.warning(
                     "an evaluation has waited %.0f s for places that rollouts leave free: rollout.max_concurrent is %d and "
                     "rollouts may want %d, raise it above that",
                     WARN_SECONDS,
                     rollout.max_concurrent,
-                    ahead,
+                    groups * self._config.members_per_group,
                 )
                 warn_at = float("inf")
 

@@ -1,7 +1,8 @@
 """What the rollouter counts, and how it becomes metrics.
 
 The totals are the run's, however often its rollouter was started again: they are kept in `rollouter.jsonl` before what they count
-leaves the process, so that nobody ever holds a response that was not counted. A set back takes nothing from them.
+leaves the process, so that nobody ever holds a response that was not counted. A set back takes nothing from them. Greedy
+responses are among what was generated, and counted apart.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from asyncrl.clock import Clock, IdleMeter
 from asyncrl.messages import Trajectory
 
-TOTALS = ("generated", "failed", "tokens", "truncated", "most_versions")
+TOTALS = ("generated", "failed", "tokens", "truncated", "most_versions", "greedy")
 
 
 class Figures:
@@ -34,7 +35,9 @@ class Figures:
     def begin(self, earlier: Mapping[str, Any]) -> None:
         """Time counts from now on; totals go on from what an earlier process's `kept` said, or from nothing."""
         now = self._clock.now()
-        self.generated, self.failed, self.tokens, self.truncated, self.most_versions = (earlier.get(name, 0) for name in TOTALS)
+        self.generated, self.failed, self.tokens, self.truncated, self.most_versions, self.greedy = (
+            earlier.get(name, 0) for name in TOTALS
+        )
         self.finish_reasons: Counter[str] = Counter(earlier.get("finish_reasons", {}))
         self.waits.seconds = dict(earlier.get("wait_seconds", {}))
         self.blocked.seconds = dict(earlier.get("blocked_seconds", {}))
@@ -62,6 +65,7 @@ class Figures:
             self.generated += 1
             self.tokens += len(trajectory.response_tokens)
             self.truncated += trajectory.finish_reason == "length"
+            self.greedy += trajectory.is_greedy
             if len(versions := trajectory.versions):
                 self.most_versions = max(self.most_versions, versions.item(-1) - versions.item(0) + 1)
         self.finish_reasons[trajectory.finish_reason] += 1
@@ -105,6 +109,7 @@ class Figures:
             "idle": {"rollouter": round(self.idle_share(), 4)},
             "rollout": {
                 "failed": self.failed,
+                **({"greedy": self.greedy} if self.greedy else {}),
                 "finish_reasons": dict(self.finish_reasons),
                 "versions_in_one_response_max": self.most_versions,
                 "idle_seconds": {reason: round(seconds, 3) for reason, seconds in self._idle.items()},

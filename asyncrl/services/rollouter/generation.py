@@ -1,4 +1,8 @@
-"""Generating dispatched groups, each in a task of its own, within the places that all share."""
+"""Generating dispatched groups, each in a task of its own, within the places that all share.
+
+Where the advantage needs one, the last member of a group is its greedy response: the agent makes it like the samples and beside
+them, at temperature 0.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.messages import GroupId, Trajectory
 from asyncrl.protocols import Prompt, SamplingParams
 from asyncrl.scheduling.admission import parts_of_group
+from asyncrl.services.tasks import all_to_end
 
 
 class Places:
@@ -90,10 +95,26 @@ class Generation:
         for part in parts:
             is_last = part is parts[-1]
             self._give(group.id, self._held[group.id] - len(part) if is_last else 0)
-            async with aclosing(self._agent.run(self._task(group, part))) as finished:
-                async for trajectories in finished:
-                    self._finished(trajectories)
-                    self._give(group.id, len(trajectories) if is_last else 0)
+            asked = self._asked(group, part)
+            if len(asked) == 1:
+                await self._run(asked[0], gives=is_last)
+            else:
+                await all_to_end(*(self._run(task, gives=is_last) for task in asked))
+
+    async def _run(self, task: Task, *, gives: bool) -> None:
+        """gives: the place of each member that is there is free from then on."""
+        async with aclosing(self._agent.run(task)) as finished:
+            async for trajectories in finished:
+                self._finished(trajectories)
+                self._give(task.id, len(trajectories) if gives else 0)
+
+    def _asked(self, group: StartedGroup, members: tuple[int, ...]) -> list[Task]:
+        """What the agent is asked for: the samples together, the greedy response by itself."""
+        greedy = self._config.rollout.group_size
+        samples = tuple(member for member in members if member != greedy)
+        sampled, at_zero = self._sampling, replace(self._sampling, temperature=0.0)
+        asked = [(samples, sampled), ((greedy,) if greedy in members else (), at_zero)]
+        return [self._task(group, wanted, sampling) for wanted, sampling in asked if wanted]
 
     def _parts(self, group: StartedGroup) -> list[tuple[int, ...]]:
         """Its members, cut so that each part has a place for each of its own."""
@@ -103,10 +124,11 @@ class Generation:
         return [tuple(group.members[place] for place in part) for part in places]
 
     def _give(self, id: GroupId, places: int) -> None:
-        self._held[id] -= places
-        self._places.give(places)
+        if id in self._held:  # else cut short, and the places are free already
+            self._held[id] -= places
+            self._places.give(places)
 
-    def _task(self, group: StartedGroup, members: tuple[int, ...]) -> Task:
+    def _task(self, group: StartedGroup, members: tuple[int, ...], sampling: SamplingParams) -> Task:
         rollout, own = self._config.rollout, group.prompt.sampling
         return Task(
             id=group.id,
@@ -115,7 +137,7 @@ class Generation:
             start_version=group.start_version,
             prompt=group.prompt,
             prompt_tokens=group.prompt_tokens,
-            sampling=replace(self._sampling, **own) if own else self._sampling,
+            sampling=replace(sampling, **own) if own else sampling,
             max_response_tokens=rollout.max_response_tokens,
             run_seed=self._config.seed,
             timeout_seconds=rollout.request_timeout_seconds,

@@ -32,10 +32,10 @@ class _Live:
 class GroupTable:
     """Invariants: a group is live from `start` until its end in the ledger, and while it is live it is in flight here until the
     queue has accepted every member. What is returned is not live, but in flight here too. Whatever has to be generated again is
-    given out once: returned groups first, then reissues, each in order."""
+    given out once: returned groups first, then reissues, each in order. members_per_group: samples and greedy response."""
 
-    def __init__(self, group_size: int):
-        self._every = tuple(range(group_size))
+    def __init__(self, members_per_group: int):
+        self._every = tuple(range(members_per_group))
         self._live: dict[GroupId, _Live] = {}
         self._num_unsent = 0
         self._returned: dict[GroupId, tuple[int, ...]] = {}

@@ -67,7 +67,7 @@ class Rollouter:
         self._pulse = Pulse()
         self._figures = Figures(clock)
         self._places = Places(config.rollout.max_concurrent, self._places_changed)
-        self._groups = GroupTable(config.rollout.group_size)
+        self._groups = GroupTable(config.members_per_group)
         self._confirmed: int | None = None  # by every server that takes traffic; None while none does
         self._servers: tuple[ServerView, ...] = ()
         self._events = LedgerEvents(seq=0, ended=(), finished_steps=0)

@@ -98,7 +98,7 @@ class Lives:
         return replace(began, checkpoint=self._resume.checkpoint, set_back_to=self._resume.step)
 
     async def _start(self, row: Row, pending: set[str], model: asyncio.Future[None] | None = None) -> None:
-        if model is not None and row.role in ("trainer", "inference"):
+        if model is not None and row.role in ("trainer", "inference", "teacher"):
             await asyncio.shield(model)
         self.book[row.name] = await self._runtime.start(row)
         pending.discard(row.name)

@@ -1,7 +1,8 @@
 """What is started again when processes are lost, and when it is not tried any more. Pure.
 
     lost                               started again                                         besides
-    reward/i, reward, inference/i      that row
+    reward/i, reward, inference/i,     that row
+    teacher/0
     rollouter                          that row, which asks the ledger where it stands
     parameter_sync                     that row                                              trainer ranks announce themselves
     message_queue (process, power)     that row, from ledger and journal
@@ -94,8 +95,8 @@ class RestartPolicy:
         return None
 
     def _limit(self, row: Row) -> int:
-        """An SGLang server keeps nothing of the run: where nothing else is said it may always be started again."""
-        is_server = row.role == "inference" and self._config.inference.engine == "sglang"
+        """An SGLang server and a teacher keep nothing of the run: where nothing else is said they may always be started again."""
+        is_server = row.role == "teacher" or (row.role == "inference" and self._config.inference.engine == "sglang")
         return RESTARTS if is_server and self._config.cluster.max_restarts is None else max_restarts(self._config)
 
     def _plan(self, lost: Collection[Row], delay: float, unfinished: RestartPlan | None) -> RestartPlan:

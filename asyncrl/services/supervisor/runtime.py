@@ -94,7 +94,7 @@ class Runtime(Protocol):
         """Leave no process and no file of the runtime behind."""
 
 
-STOP_ORDER = ("rollouter", "reward", "trainer", "parameter_sync", "inference", "message_queue")
+STOP_ORDER = ("rollouter", "reward", "trainer", "parameter_sync", "inference", "teacher", "message_queue")
 """Producers before consumers, and the ledger's process last, so that everything said on the way out is written."""
 
 
@@ -108,6 +108,7 @@ def rows_of(config: Config) -> list[Row]:
         *(Row("reward", index) for index in range(config.reward.workers)),
         *(Row("trainer", index) for index in range(config.training.ranks)),
         *(Row("inference", index) for index in range(config.inference.servers)),
+        *([Row("teacher", 0)] if config.algorithm.serves_teacher else []),
     ]
 
 

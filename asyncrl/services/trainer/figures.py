@@ -76,6 +76,30 @@ def reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return metrics | {name: sum(values) / len(values) for name, values in logged.items() if values and name not in metrics}
 
 
+def greedy_metrics(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
+    """Of the greedy responses that are the groups' baselines: greedy/reward, their mean; greedy/staleness_max, of their oldest
+    token when the step began. Nothing in a run without them."""
+    greedy = [group.greedy for group in groups if group.greedy is not None]
+    if not greedy:
+        return {}
+    return {
+        "greedy/reward": sum(each.reward for each in greedy) / len(greedy),
+        "greedy/staleness_max": float(max(0, *(version - each.oldest for each in greedy))),
+    }
+
+
+def teacher_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """teacher/log_ratio: mean of lp_teacher − lp_behaviour over the policy's tokens that the teacher judged; its negative
+    estimates the reverse KL, which distillation lowers. Nothing in a run without a teacher."""
+    judged = [group for group in groups if len(group.teacher_log_probs)]
+    if not judged:
+        return {}
+    ratios = [(group.teacher_log_probs - group.log_probs)[group.loss_mask].astype(np.float64) for group in judged]
+    finite = np.concatenate(ratios)
+    finite = finite[np.isfinite(finite)]
+    return {"teacher/log_ratio": float(finite.mean())} if len(finite) else {}
+
+
 def response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """response/tokens_mean, response/tokens_max, response/truncated (share that ended at the length limit)."""
     lengths = np.concatenate([group.lengths for group in groups]) if groups else np.zeros(0)

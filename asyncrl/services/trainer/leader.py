@@ -142,6 +142,8 @@ class Leader:
         tokens = figures.trained_tokens(trained, version)
         metrics = {
             **figures.reward_metrics([group for _, group in taken.groups]),
+            **figures.greedy_metrics([group for _, group in taken.groups], version),
+            **figures.teacher_metrics([group for _, group in taken.groups]),
             **figures.response_metrics([group for _, group in taken.groups]),
             **figures.staleness_metrics(tokens),
             **figures.drop_bias(figures.Measure.of([group for _, group in taken.groups]), taken.expired),

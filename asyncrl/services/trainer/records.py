@@ -91,12 +91,14 @@ class Records:
 def _sample(step: int, group: ScoredGroup, place: int, state: str) -> dict[str, Any]:
     lengths = group.lengths[: place + 1].tolist()
     versions = group.versions[sum(lengths[:-1]) : sum(lengths)]
+    baseline = {} if group.greedy is None else {"greedy_reward": group.greedy.reward}
     return {
         "step": step,
         "id": str(group.id.member(int(group.members[place]))),
         "state": state,
         "reason": group.failures[place] or "",
         "reward": float(group.rewards[place]),
+        **baseline,
         "prompt": group.prompt,
         "response": group.responses[place],
         "finish_reason": group.finish_reasons[place],
