@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from asyncrl.config import checks_algorithm, checks_effect
+from asyncrl.config import checks_algorithm, checks_divergence, checks_effect
 from asyncrl.config.facts import Facts
 from asyncrl.config.schema import Config
 from asyncrl.errors import Problem
@@ -51,6 +51,7 @@ def advice(config: Config, facts: Facts) -> list[str]:
     if rollout.max_concurrent < rollout.group_size:
         said.append(f"rollout.max_concurrent is {rollout.max_concurrent}, less than one group of {rollout.group_size}")
     said += checks_effect.parameters_without_effect(config)
+    said += checks_divergence.surprises(config)
     processes = training.ranks + config.inference.servers * config.inference.tensor_parallel
     if 0 < facts.gpus < processes:
         said.append(
@@ -335,6 +336,7 @@ CHECKS: tuple[Check, ...] = (
     _rewards,
     _queue,
     *checks_algorithm.CHECKS,
+    *checks_divergence.CHECKS,
     _batches,
     _schedules,
     _evaluation,

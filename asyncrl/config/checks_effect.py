@@ -23,7 +23,7 @@ EVAL_METRICS = tuple(
 )
 STEP_METRICS = (
     "reward", "response", "trajectories", "staleness", "groups", "loss", "policy", "correction", "grad", "updates", "tokens",
-    "time", "idle", "sync", "checkpoint", "learning_rate", "critic", "drop_bias",
+    "time", "idle", "sync", "checkpoint", "learning_rate", "critic", "drop_bias", "kl",
 )  # fmt: skip
 """What stands before the slash in the names of a step's metrics; what follows is the reward functions' own in part."""
 
@@ -94,6 +94,12 @@ EFFECTS: tuple[Effect, ...] = (
         lambda config, facts: config.algorithm.advantage.needs.critic,
         "algorithm.advantage needs no critic",
         "set algorithm.advantage to gae",
+    ),
+    Effect(
+        ("algorithm.reference.path", "algorithm.reference.refresh_every"),
+        lambda config, facts: config.algorithm.kl is not None,
+        "algorithm.kl is null, so nothing is compared with a reference",
+        "set algorithm.kl to k3",
     ),
     Effect(
         ("sync.verify_every",),

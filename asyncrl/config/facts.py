@@ -36,7 +36,8 @@ class DataFacts:
 class Facts:
     """Everything known before a launch. None: could not be learned, and checks that need it stay silent. addresses: this
     machine's, `cluster.bind_address` among them where it is one. async_rewards: whether a function of `reward.functions` is
-    async. unknown: sentences about what could not be learned, and is not refused for that."""
+    async. reference: of algorithm.reference.path, where it is given. unknown: sentences about what could not be learned,
+    and is not refused for that."""
 
     model: ModelFacts | None = None
     train: DataFacts | None = None
@@ -46,4 +47,5 @@ class Facts:
     gpus: int = 0
     addresses: tuple[str, ...] | None = None
     async_rewards: bool | None = None
+    reference: ModelFacts | None = None
     unknown: tuple[str, ...] = ()
