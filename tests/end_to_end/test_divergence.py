@@ -16,6 +16,7 @@ ON_POLICY = (
     "checkpoint.every=3",
     "training.learning_rate=1e-3",
     "training.schedule=constant",
+    "training.final_learning_rate_factor=0",
 )
 IN_THE_LOSS = (
     "algorithm.kl={name: k3, coefficient: 0.05, adaptive: {target: 0.0001, horizon: 200}}",
