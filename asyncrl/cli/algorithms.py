@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from asyncrl.cli.words import print_json, table
 from asyncrl.config.built import NOT_BUILT
-from asyncrl.config.entries import Advantage, Aggregation, Correction, Entry, KlEstimator, Loss, entries_of
+from asyncrl.config.entries import Advantage, Aggregation, Correction, Entry, Kl, KlEstimator, Loss, entries_of
 from asyncrl.config.problems import bounds, type_words
 from asyncrl.config.walk import names_of, nearest, node
 from asyncrl.errors import UserError
@@ -70,7 +70,7 @@ def every_name() -> Iterator[Known]:
     for name in get_args(Aggregation):
         yield Known("aggregation", name, (), True, WITHOUT_SENTENCE["aggregation"])
     for name in get_args(KlEstimator):
-        yield Known("kl", name, ("reference",), False, WITHOUT_SENTENCE["kl"])
+        yield Known("kl", name, ("reference",), True, WITHOUT_SENTENCE["kl"])
 
 
 def overview(everything: list[Known]) -> str:
@@ -118,9 +118,9 @@ def detail_text(values: dict[str, Any]) -> str:
 
 
 def _parameters(known: Known) -> Iterator[dict[str, str]]:
-    if known.kind not in KINDS:
+    if known.kind not in (*KINDS, "kl"):
         return
-    cls: type[Entry] = entries_of(KINDS[known.kind])[known.name]
+    cls: type[Entry] = Kl if known.kind == "kl" else entries_of(KINDS[known.kind])[known.name]
     for name, info in cls.model_fields.items():
         if name == "name":
             continue

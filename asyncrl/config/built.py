@@ -13,6 +13,7 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "algorithm.advantage": (),
     "algorithm.loss": (),
     "algorithm.correction": (),
+    "algorithm.kl": (),
 }  # fmt: skip
 
 

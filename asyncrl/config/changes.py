@@ -22,6 +22,8 @@ FIXED: Mapping[str, str] = {
     "data.shuffle": "it is part of the prompt order",
     "rollout.group_size": "queued groups have this many members",
     "rollout.temperature": "queued log-probs are of the distribution at this temperature",
+    "algorithm.reference.path": "the divergence of the steps so far was measured from it",
+    "algorithm.reference.refresh_every": "it decides whether the checkpoint holds the reference",
     "training.groups_per_step": "finished steps are counted in batches of this size",
     "training.publish_every": "policy versions are counted by it",
     "queue.durability": "what the ledger and the journal hold follows from it",

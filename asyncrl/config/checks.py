@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from asyncrl.config import checks_algorithm, checks_effect, checks_teacher
+from asyncrl.config import checks_algorithm, checks_divergence, checks_effect, checks_teacher
 from asyncrl.config.facts import Facts
 from asyncrl.config.schema import Config
 from asyncrl.errors import Problem
@@ -51,6 +51,7 @@ def advice(config: Config, facts: Facts) -> list[str]:
     if rollout.max_concurrent < config.members_per_group:
         said.append(f"rollout.max_concurrent is {rollout.max_concurrent}, less than one group of {config.members_per_group}")
     said += checks_effect.parameters_without_effect(config)
+    said += checks_divergence.surprises(config)
     servers = config.inference.servers * config.inference.tensor_parallel + config.algorithm.serves_teacher
     processes = training.ranks + servers
     if 0 < facts.gpus < processes:
@@ -337,6 +338,7 @@ CHECKS: tuple[Check, ...] = (
     _queue,
     *checks_algorithm.CHECKS,
     *checks_teacher.CHECKS,
+    *checks_divergence.CHECKS,
     _batches,
     _schedules,
     _evaluation,

@@ -24,7 +24,7 @@ EVAL_METRICS = tuple(
 STEP_METRICS = (
     "reward", "response", "trajectories", "staleness", "groups", "loss", "policy", "correction", "grad", "updates", "tokens",
     "time", "idle", "sync", "checkpoint", "learning_rate", "critic", "drop_bias", "advantage",
-    "greedy", "teacher",
+    "greedy", "teacher", "kl",
 )  # fmt: skip
 """What stands before the slash in the names of a step's metrics; what follows is the reward functions' own in part."""
 
@@ -101,6 +101,12 @@ EFFECTS: tuple[Effect, ...] = (
         lambda config, facts: config.algorithm.advantage.needs.teacher,
         "algorithm.advantage needs no teacher",
         "set algorithm.advantage to distillation",
+    ),
+    Effect(
+        ("algorithm.reference.path", "algorithm.reference.refresh_every"),
+        lambda config, facts: config.algorithm.kl is not None,
+        "algorithm.kl is null, so nothing is compared with a reference",
+        "set algorithm.kl to k3",
     ),
     Effect(
         ("sync.verify_every",),

@@ -82,7 +82,7 @@ def _default_text(info: FieldInfo) -> str | None:
 def _choices(at: Node) -> tuple[tuple[str, str], ...]:
     later = tuple((name, "not built yet") for name in built.NOT_BUILT.get(at.key, ()))
     names = [name for name in names_of(at) if (name, "not built yet") not in later]
-    if at.is_entry:
+    if at.is_entry and len(at.models) > 1:
         sentences = {str(model.model_fields["name"].default): model.model_fields["name"].description or "" for model in at.models}
         return (*((name, sentences[name]) for name in names), *later)
     return (*((name, "") for name in names), *later)
@@ -90,7 +90,7 @@ def _choices(at: Node) -> tuple[tuple[str, str], ...]:
 
 def _sentence_of_part(parent: Node, name: str, child: Node) -> str:
     sentence = child.info.description or ""
-    if not parent.is_entry:
+    if not parent.is_entry or len(parent.models) == 1:
         return sentence
     owners = [str(model.model_fields["name"].default) for model in parent.models if name in model.model_fields]
     return f"{sentence} ({', '.join(owners)})"

@@ -36,7 +36,8 @@ class DataFacts:
 class Facts:
     """Everything known before a launch. None: could not be learned, and checks that need it stay silent. addresses: this
     machine's, `cluster.bind_address` among them where it is one. async_rewards: whether a function of `reward.functions` is
-    async. teacher: of algorithm.teacher.path. unknown: sentences about what could not be learned, and is not refused for that."""
+    async. teacher, reference: of algorithm.teacher.path and algorithm.reference.path, where they are given. unknown: sentences
+    about what could not be learned, and is not refused for that."""
 
     model: ModelFacts | None = None
     train: DataFacts | None = None
@@ -47,4 +48,5 @@ class Facts:
     addresses: tuple[str, ...] | None = None
     async_rewards: bool | None = None
     teacher: ModelFacts | None = None
+    reference: ModelFacts | None = None
     unknown: tuple[str, ...] = ()

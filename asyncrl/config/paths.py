@@ -34,6 +34,10 @@ def absolute_paths(config: Config, cwd: Path) -> Config:
     data, mlflow, tokenizer, state_dir = config.data, config.tracking.mlflow, config.model.tokenizer, config.cluster.state_dir
     algorithm = config.algorithm
     own = {name: _named(getattr(algorithm, name), cwd) for name in ("advantage", "loss", "correction")}
+    models = {
+        name: _with(section, path=section.path and _folder(section.path, cwd))
+        for name, section in (("critic", algorithm.critic), ("reference", algorithm.reference))
+    }
     python, launcher, folder = config.inference.python, config.inference.launcher, config.sync.folder
     return _with(
         config,
@@ -46,7 +50,7 @@ def absolute_paths(config: Config, cwd: Path) -> Config:
             launcher=launcher and str(_absolute(Path(launcher), cwd)),
         ),
         reward=_with(config.reward, functions=functions),
-        algorithm=_with(algorithm, **own),
+        algorithm=_with(algorithm, **own, **models),
         tracking=_with(config.tracking, mlflow=mlflow and _with(mlflow, uri=_store(mlflow.uri, cwd))),
         sync=_with(config.sync, folder=folder and str(_absolute(Path(folder), cwd))),
         cluster=_with(config.cluster, state_dir=state_dir and str(_absolute(Path(state_dir), cwd))),

@@ -156,8 +156,8 @@ def _queue_bytes(config: Config) -> int:
 
 
 def _trainer(config: Config, facts: Facts) -> int | None:
-    """float32 weights, gradients and two moments, a rank's share; what a checkpoint copies aside of it; two staging slots;
-    activations and logits of a micro-batch."""
+    """float32 weights, gradients and two moments, a rank's share, of the policy and of a critic; what a checkpoint copies aside
+    of them; a reference's weights; two staging slots; activations and logits of a micro-batch."""
     model = facts.model
     if model is None or model.parameters is None:
         return None
@@ -166,8 +166,19 @@ def _trainer(config: Config, facts: Facts) -> int | None:
     logits = 3 * 4 * config.training.microbatch_tokens * (model.vocabulary or 0)
     layers = 1 if config.model.gradient_checkpointing else (model.layers or 1)
     activations = 4 * config.training.microbatch_tokens * (model.hidden or 0) * layers * ACTIVATIONS_PER_LAYER
-    aside = 12 * share if config.checkpoint.every else 0
-    return TORCH_PROCESS + 16 * share + aside + slots + logits + activations
+    trained = share * (2 if config.algorithm.advantage.needs.critic else 1)
+    reference, kept = _reference(config, facts)
+    aside = 12 * trained + kept if config.checkpoint.every else 0
+    return TORCH_PROCESS + 16 * trained + reference + aside + slots + logits + activations
+
+
+def _reference(config: Config, facts: Facts) -> tuple[int, int]:
+    """Bytes of a rank's share of the reference's float32 weights, and of what a checkpoint holds of them."""
+    model = facts.reference or facts.model
+    if config.algorithm.kl is None or model is None:
+        return 0, 0
+    share = 4 * (model.parameters or 0) // config.training.ranks
+    return share, share if config.algorithm.reference.refresh_every else 0
 
 
 def _server(config: Config, facts: Facts) -> int | None:

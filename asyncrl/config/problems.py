@@ -45,7 +45,8 @@ def found_problem(error: ErrorDetails) -> tuple[Path, Problem]:
 def wanted(at: Node) -> str:
     """What a field takes, in words: `a whole number, at least 1`."""
     if at.is_entry:
-        return f"one of {', '.join(_built(at))}, your own {USERS}, or a mapping with such a name and its parameters"
+        own = f", your own {USERS}" if any(issubclass(model, UserFunction) for model in at.models) else ""
+        return f"one of {', '.join(_built(at))}{own}, or a mapping with such a name and its parameters"
     if at.is_list:
         return f"a list of mappings with {_and(tuple(at.children()))}"
     names = _built(at)

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from asyncrl.config.components import component_names
-from asyncrl.config.entries import Advantage, Correction, Grpo, Loss, PpoClip, StalenessTis
+from asyncrl.config.entries import Advantage, Correction, Grpo, KlTerm, Loss, PpoClip, StalenessTis
 
 
 class Section(BaseModel):
@@ -268,6 +268,15 @@ class TeacherConfig(Section):
     )
 
 
+class ReferenceConfig(Section):
+    path: str | None = Field(
+        None, min_length=1, description="Model folder or hub name of the reference; null: the policy's own weights at the start."
+    )
+    refresh_every: Whole = Field(
+        0, ge=0, description="The policy's weights of each version that this divides become the reference; 0 never changes it."
+    )
+
+
 class AlgorithmConfig(Section):
     advantage: Advantage = Field(default_factory=Grpo, description="Advantage estimator.")
     loss: Loss = Field(default_factory=PpoClip, description="Policy loss.")
@@ -279,6 +288,15 @@ class AlgorithmConfig(Section):
     critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic of algorithm.advantage gae.")
     teacher: TeacherConfig = Field(
         default_factory=TeacherConfig, description="The teacher of algorithm.advantage distillation: a path or a url."
+    )
+    kl: KlTerm = Field(
+        None, description="Divergence of the policy from a reference model, in the loss or the reward; null is off."
+    )
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The reference model of algorithm.kl.")
+    entropy_coefficient: float = Field(
+        0.0,
+        ge=0,
+        description="c: the loss gets −c times the policy's entropy of each token, in nats, with its gradient; 0 is off.",
     )
 
     @property

@@ -81,7 +81,8 @@ def names_of(of: Node) -> tuple[str, ...]:
     """The names that a field with a closed set of them takes: entries (a user's function apart, which has any) or a Literal's
     texts; empty for any other field."""
     if of.is_entry:
-        return tuple(str(model.model_fields["name"].default) for model in of.models if not issubclass(model, UserFunction))
+        named = [model.model_fields["name"] for model in of.models if not issubclass(model, UserFunction)]
+        return tuple(str(name) for info in named for name in _literals(info.annotation))
     return tuple(value for variant in of.variants for value in _literals(variant.annotation) if isinstance(value, str))
 
 

@@ -24,7 +24,7 @@ from asyncrl.config.load import LoadedConfig
 from asyncrl.config.paths import NOT_IMPORTABLE
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, Problem, UserError
-from asyncrl.pipeline.model_folder import HUB_NAME, HubUnreachable, has_chat_template, read_model
+from asyncrl.pipeline.model_folder import BUILTIN_PREFIX, HUB_NAME, HubUnreachable, has_chat_template, read_model
 from asyncrl.protocols import Prompt
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def gather(config: Config, parts: Parts | None, problems: list[Problem], *, star
         addresses=_addresses(config.cluster.bind_address),
         async_rewards=async_rewards,
         teacher=_teacher(config, problems),
+        reference=_reference(config, problems),
         unknown=tuple(unknown),
     )
 
@@ -128,6 +129,18 @@ def _teacher(config: Config, problems: list[Problem]) -> ModelFacts | None:
         return None
     except UserError as error:
         problems.append(Problem("algorithm.teacher.path", str(error).replace("model.path", "algorithm.teacher.path")))
+        return None
+
+
+def _reference(config: Config, problems: list[Problem]) -> ModelFacts | None:
+    """Of a folder; what a hub name means is seen when it is loaded."""
+    key, path = "algorithm.reference.path", config.algorithm.reference.path
+    if config.algorithm.kl is None or path is None or path.startswith(BUILTIN_PREFIX) or HUB_NAME.fullmatch(path):
+        return None
+    try:
+        return read_model(path, needs_tokenizer=False)
+    except UserError as error:
+        problems.append(Problem(key, str(error).replace("model.path", key)))
         return None
 
 

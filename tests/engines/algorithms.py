@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.aggregation import AGGREGATIONS
 from asyncrl.algorithms.corrections import CORRECTIONS
 from asyncrl.algorithms.losses import LOSSES, loss_needs
 from asyncrl.config.built import NOT_BUILT
+from asyncrl.config.entries import KlEstimator
 from asyncrl.config.schema import AlgorithmConfig
 
 LOSS_PARAMETERS: dict[str, dict[str, Any]] = {
@@ -52,3 +53,31 @@ ALGORITHMS: dict[str, AlgorithmConfig] = (
     | {name: _algorithm(advantage=name) for name in ADVANTAGES if name not in (*NOT_BUILT["algorithm.advantage"], "gae")}
     | {"several at once": _algorithm(loss={"name": "clip_cov", **LOSS_PARAMETERS["clip_cov"]}, correction={"name": "seq_mis"})}
 )
+
+BETA, ENTROPY = 0.7, 0.3
+"""Large enough that their gradients stand beside the policy loss's."""
+KL_NAMES = get_args(KlEstimator)
+
+
+def _kl(name: str, where: str = "loss", **more: Any) -> AlgorithmConfig:
+    return _algorithm(kl={"name": name, "coefficient": BETA, "where": where}, **more)
+
+
+REGULARISED: dict[str, AlgorithmConfig] = (
+    {f"kl {name}": _kl(name) for name in KL_NAMES}
+    | {f"kl {name} in the reward": _kl(name, "reward") for name in KL_NAMES if not name.endswith("+")}
+    | {
+        f"kl in the reward, {name}": _kl("k1", "reward", advantage=name)
+        for name in ("reinforce_pp", "rloo", "optimal_token_baseline")
+    }
+    | {f"kl, {name}": _kl("k3", loss={"name": "ppo_clip", "aggregation": name}) for name in AGGREGATIONS}
+    | {
+        "entropy": _algorithm(entropy_coefficient=ENTROPY),
+        "entropy, gspo": _algorithm(entropy_coefficient=ENTROPY, loss="gspo"),
+        "both, with drops": _kl(
+            "k3", entropy_coefficient=ENTROPY, correction={"name": "geo_mis", **CORRECTION_PARAMETERS["geo_mis"]}
+        ),
+        "both, behave": _kl("k2", entropy_coefficient=ENTROPY, proximal="behave", correction="none"),
+    }
+)
+"""With a divergence from a reference, for an engine that has one of its own weights, or an entropy bonus."""

@@ -21,14 +21,14 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.fsdp import FsdpLauncher
 from asyncrl.engines.fsdp.process_group import RankGroup, open_meeting_point
 from asyncrl.errors import TransportError
-from tests.engines.algorithms import ALGORITHMS
+from tests.engines.algorithms import ALGORITHMS, REGULARISED
 from tests.engines.training import VOCAB, batch, config, distance, engine_of_one_rank, poisoned, uneven_batch
 from tests.models import tiny_model
 
 DEADLINE_SECONDS = 240
 pytestmark = pytest.mark.timeout(300)  # two processes import torch and transformers, on a machine that may be busy
 SHORT_SECONDS = 2.0
-WITH_CRITIC = {"advantage": {"name": "gae", "gamma": 0.9}, "critic": {"learning_rate": 1e-2}}
+EVERY_ALGORITHM = ALGORITHMS | REGULARISED
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,24 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reports(model, uneven):
+def whole_algorithm(tmp_path_factory):
+    """With a critic, a divergence in the reward from a reference that is not the policy, and an entropy bonus."""
+    other = tiny_model(tmp_path_factory.mktemp("other"), vocab=VOCAB, tie=True, seed=1)
+    return {
+        "advantage": {"name": "gae", "gamma": 0.9},
+        "critic": {"learning_rate": 1e-2},
+        "kl": {"name": "k3", "coefficient": 0.1, "where": "reward", "adaptive": {"target": 0.1, "horizon": 100.0}},
+        "reference": {"path": str(other)},
+        "entropy_coefficient": 0.1,
+    }
+
+
+@pytest.fixture(scope="module")
+def reports(model, uneven, whole_algorithm):
     """What both ranks reported, by rank."""
     context = multiprocessing.get_context("spawn")
     results, addresses = context.Queue(), context.Queue()
-    settings = config(algorithm=WITH_CRITIC, training={"ranks": 2, "microbatch_tokens": 60}).to_mapping()
+    settings = config(algorithm=whole_algorithm, training={"ranks": 2, "microbatch_tokens": 60}).to_mapping()
     arguments = (str(model), settings, uneven, addresses, results)
     processes = [context.Process(target=story, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
@@ -121,7 +134,7 @@ def train_and_report(engine, uneven):
     alone = {name: gradient.numpy() for name, gradient in engine.gradients(one_sequence(batch(1))).items()}
     algorithms = {
         name: {parameter: gradient.numpy() for parameter, gradient in engine.gradients(uneven, algorithm).items()}
-        for name, algorithm in ALGORITHMS.items()
+        for name, algorithm in EVERY_ALGORITHM.items()
     }
     outcomes = [engine.train(batch(mini_batches=2, epochs=2)), engine.train(poisoned(batch()))]
     weights = {name: parameter.full_tensor().detach().numpy() for name, parameter in engine.named_parameters()}
@@ -134,6 +147,7 @@ def train_and_report(engine, uneven):
         "algorithms": algorithms,
         "outcomes": figures,
         "weights": weights,
+        "coefficient": engine._reference.coefficient,
         "heard": (len(heard), empty),
     }
 
@@ -145,8 +159,8 @@ def uneven(model):
 
 
 @pytest.fixture(scope="module")
-def expected(model, uneven):
-    with engine_of_one_rank(model, config(algorithm=WITH_CRITIC)) as engine:
+def expected(model, uneven, whole_algorithm):
+    with engine_of_one_rank(model, config(algorithm=whole_algorithm)) as engine:
         return train_and_report(engine, uneven)
 
 
@@ -158,7 +172,7 @@ def test_two_ranks_have_the_gradient_of_one(reports, expected, rank, kind):
         torch.testing.assert_close(torch.tensor(reports[rank][kind][name]), torch.tensor(gradient), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", EVERY_ALGORITHM)
 def test_two_ranks_have_the_gradient_of_one_under_every_algorithm(reports, expected, name):
     whole = expected["algorithms"][name]
     assert any(gradient.any() for gradient in whole.values())
@@ -181,6 +195,11 @@ def test_every_rank_reports_the_same_and_what_one_rank_would(reports, expected):
 def without_times(metrics):
     """What does not depend on how fast the machine was."""
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def test_an_adaptive_coefficient_is_the_same_on_every_rank(reports, expected):
+    assert reports[0]["coefficient"] == reports[1]["coefficient"] != 0.1
+    assert reports[0]["coefficient"] == pytest.approx(expected["coefficient"], rel=1e-6)
 
 
 def test_a_non_finite_loss_is_skipped_on_every_rank(reports):

@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,17 +34,31 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"), vocab=VOCAB, tie=True)
 
 
-def one_rank(model, **changes):
-    return engine_of_one_rank(model, config(**changes), DcpFiles())
+REFRESHED = {
+    "kl": {"name": "k3", "coefficient": 0.1, "adaptive": {"target": 0.05, "horizon": 100.0}},
+    "reference": {"refresh_every": 1},
+}
+
+
+def settings(**changes):
+    """With everything that a checkpoint can hold but a critic."""
+    return config(algorithm=REFRESHED, **changes)
+
+
+def one_rank(model):
+    return engine_of_one_rank(model, settings(), DcpFiles())
 
 
 def train(engine, *seeds):
-    """Loss of each step."""
-    return [engine.train(batch(seed=seed, mini_batches=2)).metrics["loss/policy"] for seed in seeds]
+    """Loss of each step, the divergence's part included; each at a version of its own."""
+    told = [engine.train(replace(batch(seed=seed, mini_batches=2), version=seed)).metrics for seed in seeds]
+    return [metrics["loss/policy"] + metrics["loss/kl"] for metrics in told]
 
 
 def weights(engine):
-    return {name: parameter.full_tensor().detach().numpy().copy() for name, parameter in engine.named_parameters()}
+    """Of the policy and of its reference."""
+    both = [("", engine.named_parameters()), ("reference.", engine._reference._model.hf_named_parameters())]
+    return {prefix + name: parameter.full_tensor().detach().numpy().copy() for prefix, named in both for name, parameter in named}
 
 
 def save(engine, folder):
@@ -151,7 +166,7 @@ class SlowFiles(DcpFiles):
 
 def test_a_write_that_hangs_fails_its_save_in_time_and_the_next_once_it_ended_works(model, tmp_path):
     files = SlowFiles()
-    with engine_of_one_rank(model, config(), files) as engine:
+    with engine_of_one_rank(model, settings(), files) as engine:
         for name in ("hangs", "still", "works"):
             (tmp_path / name).mkdir()
         engine.begin_save(str(tmp_path / "hangs"))
@@ -178,8 +193,8 @@ def reports(model, saved_by_one, tmp_path_factory):
     context = multiprocessing.get_context("spawn")
     results, addresses = context.Queue(), context.Queue()
     folder = tmp_path_factory.mktemp("two")
-    settings = config(training={"ranks": 2}).to_mapping()
-    arguments = (str(model), settings, folder, saved_by_one[0], addresses, results)
+    two = settings(training={"ranks": 2}).to_mapping()
+    arguments = (str(model), two, folder, saved_by_one[0], addresses, results)
     processes = [context.Process(target=story, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
@@ -191,11 +206,11 @@ def reports(model, saved_by_one, tmp_path_factory):
             process.join(DEADLINE_SECONDS)
 
 
-def story(rank, model_path, settings, folder, saved_by_one, addresses, results):
+def story(rank, model_path, two, folder, saved_by_one, addresses, results):
     os.environ["OMP_NUM_THREADS"] = "1"
 
     def joined():
-        launcher = FsdpLauncher(Config.model_validate(settings), model_path=model_path, rank=rank, files=DcpFiles())
+        launcher = FsdpLauncher(Config.model_validate(two), model_path=model_path, rank=rank, files=DcpFiles())
         meeting_point = launcher.prepare()
         if rank == 0:
             addresses.put(meeting_point)

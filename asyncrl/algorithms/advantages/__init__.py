@@ -6,7 +6,8 @@
 
 A missing reward (NaN) is outside its group's statistics, has advantage 0, and its tokens leave the mask. A group of one has
 advantage 0 in every group-relative estimator; where a group's rewards are all equal (max = min) it is exactly 0 in those whose
-formula compares rewards.
+formula compares rewards. A penalty per token (the divergence from a reference, in the reward) is part of R in all of this; `gae`
+and `reinforce_pp` take it at its token.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from asyncrl.algorithms.advantages.batch import GroupStatistics, RewardBatch, group_statistics
 from asyncrl.algorithms.advantages.distilled import distillation
 from asyncrl.algorithms.advantages.outcome import gdpo, gpg, grpo, grpo_passk, opo, remax, rloo
-from asyncrl.algorithms.advantages.returns import gae, gae_and_returns, on_last_token, reinforce_pp, reinforce_pp_baseline
+from asyncrl.algorithms.advantages.returns import gae, gae_and_returns, reinforce_pp, reinforce_pp_baseline, token_rewards
 from asyncrl.algorithms.advantages.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from asyncrl.algorithms.custom import call
 from asyncrl.algorithms.masking import masked
@@ -56,6 +57,8 @@ def estimate(entry: Entry, batch: RewardBatch) -> tuple[torch.Tensor, torch.Tens
     scored_B = _scored(entry, batch)
     mask_BT = batch.mask_BT & scored_B[:, None]
     scored = replace(batch, rewards_B=masked(batch.rewards_B, scored_B, torch.nan), mask_BT=mask_BT)
+    if not entry.needs.token_rewards:
+        scored = scored.with_penalty_in_rewards()
     values = _users(entry, scored) if isinstance(entry, UserFunction) else ADVANTAGES[entry.name](entry, scored)
     values_BT = values[:, None].expand(mask_BT.shape) if values.dim() == 1 else values
     return masked(values_BT.to(batch.rewards_B.dtype), mask_BT), mask_BT
@@ -83,6 +86,6 @@ def _users(entry: UserFunction, batch: RewardBatch) -> torch.Tensor:
 
 
 __all__ = [
-    "ADVANTAGES", "GroupStatistics", "RewardBatch", "estimate", "gae_and_returns", "group_statistics", "on_last_token",
+    "ADVANTAGES", "GroupStatistics", "RewardBatch", "estimate", "gae_and_returns", "group_statistics", "token_rewards",
     "trainable_mask",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,9 @@ class RewardBatch:
     greedy_B, the reward of the greedy response to the same prompt; teacher_BT and behaviour_BT, log-probs under a teacher and
     under the policy that sampled; values_BT, a critic's; log_probs_BT and sum_pi_squared_BT (Σπ² over the vocabulary) under the
     proximal policy.
+
+    penalty_BT: what each token takes from the reward where it stands (algorithm.kl in the reward), None for nothing. `estimate`
+    subtracts its sum from the reward for an estimator of whole responses.
     """
 
     rewards_B: torch.Tensor
@@ -31,6 +34,7 @@ class RewardBatch:
     values_BT: torch.Tensor | None = None
     log_probs_BT: torch.Tensor | None = None
     sum_pi_squared_BT: torch.Tensor | None = None
+    penalty_BT: torch.Tensor | None = None
 
     @property
     def num_groups(self) -> int:
@@ -40,6 +44,14 @@ class RewardBatch:
     def lengths_B(self) -> torch.Tensor:
         """Trainable tokens of each response."""
         return self.mask_BT.sum(1)
+
+    def with_penalty_in_rewards(self) -> RewardBatch:
+        """Each response's penalty summed, and taken from its reward."""
+        if self.penalty_BT is None:
+            return self
+        spent_B = masked(self.penalty_BT, self.mask_BT).sum(1, dtype=torch.float64)
+        rewards_B = (self.rewards_B.double() - spent_B).to(self.rewards_B.dtype)
+        return replace(self, rewards_B=rewards_B, penalty_BT=None)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ def reinforce_pp(entry: ReinforcePp, batch: RewardBatch) -> torch.Tensor:
     after_BT = batch.mask_BT.flip(1).cumsum(1).flip(1) - 1  # trainable tokens after this one
     gamma = torch.as_tensor(entry.gamma, dtype=torch.float64, device=batch.mask_BT.device)
     returns_BT = masked(batch.rewards_B, batch.rewards_B.isfinite()).double()[:, None] * gamma.pow(after_BT.clamp(min=0))
+    if batch.penalty_BT is not None:
+        zeros_BT = torch.zeros_like(returns_BT)
+        returns_BT = returns_BT - gae_and_returns(batch.penalty_BT, zeros_BT, batch.mask_BT, gamma=entry.gamma, lam=1.0)[1]
     return whiten(returns_BT, batch.mask_BT)
 
 
@@ -38,15 +41,15 @@ def gae(entry: Gae, batch: RewardBatch) -> torch.Tensor:
     GAE, arXiv 1506.02438 eq. 11, 12 and 16.
     """
     assert batch.values_BT is not None
-    rewards_BT = on_last_token(batch.rewards_B, batch.mask_BT)
-    advantages_BT, _ = gae_and_returns(rewards_BT, batch.values_BT, batch.mask_BT, gamma=entry.gamma, lam=entry.lam)
+    advantages_BT, _ = gae_and_returns(token_rewards(batch), batch.values_BT, batch.mask_BT, gamma=entry.gamma, lam=entry.lam)
     return advantages_BT
 
 
-def on_last_token(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Each response's reward on its last trainable token, 0 elsewhere and where it is missing."""
-    last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
-    return masked(rewards_B[:, None].expand(mask_BT.shape), last_BT & rewards_B.isfinite()[:, None])
+def token_rewards(batch: RewardBatch) -> torch.Tensor:
+    """Each response's reward on its last trainable token, 0 elsewhere and where it is missing; less each token's penalty."""
+    last_BT = batch.mask_BT & (batch.mask_BT.flip(1).cumsum(1).flip(1) == 1)
+    rewards_BT = masked(batch.rewards_B[:, None].expand(last_BT.shape), last_BT & batch.rewards_B.isfinite()[:, None])
+    return rewards_BT if batch.penalty_BT is None else rewards_BT - masked(batch.penalty_BT, batch.mask_BT)
 
 
 def gae_and_returns(

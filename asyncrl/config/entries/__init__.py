@@ -52,7 +52,7 @@ from asyncrl.config.entries.corrections import (
     Veto,
     Weighting,
 )
-from asyncrl.config.entries.divergences import AdaptiveKl, KlEstimator
+from asyncrl.config.entries.divergences import AdaptiveKl, Kl, KlEstimator
 from asyncrl.config.entries.losses import (
     Cispo,
     ClipCov,
@@ -157,6 +157,8 @@ Correction = Annotated[
     _entry("staleness_tis"),
 ]
 
+KlTerm = Annotated[Kl | None, _entry("k3")]
+
 
 def entries_of(kind: Any) -> dict[str, type[Entry]]:
     """Name to class of each built-in entry of `Advantage`, `Loss` or `Correction`."""
@@ -168,7 +170,7 @@ __all__ = [
     "AdaptiveKl", "Advantage", "Aggregation", "Cispo", "ClipCov", "Correcting", "Correction",
     "Distillation", "DppoKl", "DppoTv", "Dro", "Entry", "Gae", "Gdpo",
     "General", "GeoMis", "GeoMisSeqTis", "GeoMisTokenTis", "Gmpo", "GpgAdvantage", "GpgLoss", "Grpo", "GrpoPassk", "Gspo", "K3Mask",
-    "K3MaskSeqTis", "K3MaskTokenTis", "KlCov", "KlEstimator", "Loss", "M2po", "Needs", "NoCorrection", "Opo", "OptimalTokenBaseline",
+    "K3MaskSeqTis", "K3MaskTokenTis", "Kl", "KlCov", "KlEstimator", "KlTerm", "Loss", "M2po", "Needs", "NoCorrection", "Opo", "OptimalTokenBaseline",
     "PolicyLoss", "PpoClip", "Reinforce", "ReinforcePp", "ReinforcePpBaseline", "Rejection", "Remax", "Rloo", "Sapo", "SegmentTis",
     "SeqMis", "SeqTis", "StalenessTis", "TirOptimalTokenBaseline", "TokenIcepop", "TokenTis", "Topr", "UserAdvantage",
     "UserCorrection", "UserFunction", "UserLoss", "Veto", "Weighting", "entries_of", "is_users",

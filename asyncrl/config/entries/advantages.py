@@ -30,7 +30,7 @@ class ReinforcePp(Entry):
 
     @property
     def needs(self) -> Needs:
-        return Needs(per_token=self.gamma < 1)
+        return Needs(per_token=self.gamma < 1, token_rewards=True)
 
 
 class ReinforcePpBaseline(Entry):
@@ -77,7 +77,7 @@ class Gdpo(Entry):
 
 
 class Gae(Entry):
-    requires: ClassVar[Needs] = Needs(critic=True, per_token=True)
+    requires: ClassVar[Needs] = Needs(critic=True, per_token=True, token_rewards=True)
     name: Literal["gae"] = Field("gae", description="Generalised advantage estimation on a critic's values, whitened.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount per token.")
     lam: float = Field(1.0, ge=0, le=1, description="λ: 0 trusts the critic alone, 1 the rewards alone.")

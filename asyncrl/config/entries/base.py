@@ -23,7 +23,8 @@ class Needs:
     Of an advantage: `group` more than one response to a prompt, `critic` values of every token, `greedy` the reward of a greedy
     response to each prompt, `teacher` a teacher's log-prob of every token, `components` the reward functions' scores apart,
     `probabilities` log-prob and Σπ² of every token under the proximal policy, `turns` a mask whose runs are turns. `per_token`
-    says that tokens of one response may differ in advantage.
+    says that tokens of one response may differ in advantage, `token_rewards` that a reward counts at its token, where others sum those
+    of a response.
 
     Of a loss: `anchor` the policy that its ratio is taken against, `weight` whether it takes the correction's w,
     `one_advantage` the same advantage on every token of a response, `sample_ids` ids that name each response.
@@ -42,6 +43,7 @@ class Needs:
     probabilities: bool = False
     turns: bool = False
     per_token: bool = False
+    token_rewards: bool = False
     anchor: Literal["proximal", "behaviour", "none"] = "proximal"
     weight: bool = True
     one_advantage: bool = False

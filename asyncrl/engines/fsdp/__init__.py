@@ -2,6 +2,7 @@
 
     TrainBatch ─ collate ─▶ arrays ─ advantages ─▶ plan of micro-batches ─▶ [lp_prox] ─▶ forward, loss, backward … ─▶ AdamW
                                                                       model.py, head.py    update.py               engine.py
+                          critic.py (values)          reference.py (divergence)
 
 Every rank is handed the same batch, computes what concerns the whole of it (advantages, denominators, plans) by itself, and runs
 its own share of the micro-batches; gradients are summed. `process_group.py` is where ranks meet.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.algorithms.advantages import estimate, gae_and_returns, on_last_token
+from asyncrl.algorithms.advantages import estimate, gae_and_returns, token_rewards
 from asyncrl.algorithms.divergence import value_loss
 from asyncrl.algorithms.masking import masked
 from asyncrl.config.entries import Gae
@@ -52,7 +52,9 @@ class ValueModel(InBlocks):
 def load_critic(config: Config, policy_path: str | Path, *, device: torch.device, with_weights: bool) -> ValueModel:
     """From algorithm.critic.path, or else from the policy's own weights. Raises UserError, as `load_policy`."""
     path = config.algorithm.critic.path or policy_path
-    policy = load_policy(config.model, path, temperature=1.0, device=device, with_weights=with_weights)
+    policy = load_policy(
+        config.model, path, temperature=1.0, device=device, with_weights=with_weights, key="algorithm.critic.path"
+    )
     return ValueModel(policy.model)
 
 
@@ -87,7 +89,7 @@ class Critic:
         values_BT = self._group.sum(self._values(work, plans)).cpu()
         judged = replace(work.rewards, values_BT=values_BT)
         advantages_BT, mask_BT = estimate(entry, judged)
-        rewards_BT = on_last_token(judged.rewards_B, mask_BT)
+        rewards_BT = token_rewards(replace(judged, mask_BT=mask_BT))
         _, returns_BT = gae_and_returns(rewards_BT, values_BT, mask_BT, gamma=entry.gamma, lam=entry.lam)
         work.advantages_BT = advantages_BT.to(self._device)
         work.values_BT, work.returns_BT = values_BT.to(self._device), returns_BT.to(self._device)

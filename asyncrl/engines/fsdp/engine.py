@@ -30,9 +30,12 @@ from asyncrl.engines.fsdp.collate import (
 from asyncrl.engines.fsdp.critic import Critic, ValueModel
 from asyncrl.engines.fsdp.model import PolicyModel
 from asyncrl.engines.fsdp.process_group import RankGroup
+from asyncrl.engines.fsdp.reference import Reference
 from asyncrl.engines.fsdp.saving import Saver, Saves
 from asyncrl.engines.fsdp.sharding import adamw, clipped_norm, reshard, spread_over_ranks
 from asyncrl.engines.fsdp.update import (
+    LOSS_TERMS,
+    PER_RESPONSE,
     MicroSums,
     StepWork,
     UpdatePlan,
@@ -73,9 +76,10 @@ class FsdpEngine:
         device: torch.device,
         saves: Saves | None = None,
         critic: ValueModel | None = None,
+        reference: PolicyModel | None = None,
     ):
         """saves: how its state lies in files; None for an engine that is never saved or loaded. critic: for an advantage that
-        needs one."""
+        needs one. reference: for algorithm.kl."""
         self._config, self._group, self._device, self._saves = config, group, device, saves
         self._algorithm = config.algorithm
         self._policy = spread_over_ranks(policy, config, group, device)
@@ -84,6 +88,7 @@ class FsdpEngine:
         reshard(self._policy)
         self._optimizer = adamw(self._parameters, config.training, learning_rate=config.training.learning_rate)
         self._critic = None if critic is None else Critic(config, critic, group, device)
+        self._reference = None if reference is None else Reference(config, reference, group, device)
         self._saver: Saver | None = None
         if saves is not None:
             self._saver = Saver(saves, group, timeout_seconds=config.checkpoint.timeout_seconds)
@@ -136,11 +141,14 @@ class FsdpEngine:
         described = files.describe(folder)
         room = state.make_room(self._trained(), described)
         generators, own = state.generator_room(described, self.rank)
-        files.read(folder, room | generators)
+        kept = {} if self._reference is None else self._reference.room(described)
+        files.read(folder, room | generators | kept)
+        if self._reference is not None:
+            self._reference.restore(kept)
         state.restore_generators(generators, self._device, self.rank, own=own)
 
     def _whole_state(self) -> dict[str, torch.Tensor]:
-        live = state.live_state(self._trained())
+        live = state.live_state(self._trained()) | ({} if self._reference is None else self._reference.state())
         return {name: tensor.detach() for name, tensor in live.items()} | state.generator_state(self.rank, self._device)
 
     def _trained(self) -> list[state.Trained]:
@@ -160,6 +168,8 @@ class FsdpEngine:
         for parameter_group in self._optimizer.param_groups:
             parameter_group["lr"] = batch.learning_rate
         began = time.thread_time()
+        if self._reference is not None:
+            self._reference.refresh(self._policy, batch.version)
         plans = self._anchor(work, plans, updates=len(plans) * batch.epochs)
         told = advantage_metrics(work)
         if self._critic is not None:
@@ -167,7 +177,8 @@ class FsdpEngine:
         warming = self._critic is not None and batch.step <= self._algorithm.critic.warmup_steps
         results = [] if warming else [self._update(work, plan) for _ in range(batch.epochs) for plan in plans]
         outcome = _outcome(results, passes=batch.epochs, tokens=int(work.mask_host_BT.sum()))
-        outcome = replace(outcome, metrics={**outcome.metrics, **told})
+        self._adapt(work, results[: len(plans)], plans)
+        outcome = replace(outcome, metrics={**outcome.metrics, **work.kl_figures, **told})
         spent = float(self._group.sum(torch.tensor([time.thread_time() - began], device=self._device)))
         return replace(outcome, metrics={**outcome.metrics, "time/compute_cpu_s": spent})
 
@@ -219,7 +230,8 @@ class FsdpEngine:
         arrays = collate_step(batch.groups, batch.version)
         rewards, advantage = self._rewards(batch, arrays), self._algorithm.advantage
         mask_BT = trainable_mask(advantage, rewards)
-        later = advantage.needs.probabilities or advantage.needs.critic  # a forward pass comes first, in `_anchor`
+        # a forward pass comes first, in `_anchor`
+        later = advantage.needs.probabilities or advantage.needs.critic or self._kl_is_in_the_reward()
         advantages_BT = torch.zeros_like(arrays.behaviour_BT) if later else estimate(advantage, rewards)[0]
         lengths_B = input_lengths(arrays, mask_BT)
         on_device = (values.to(self._device) for values in (mask_BT, advantages_BT, arrays.behaviour_BT, arrays.staleness_BT))
@@ -236,7 +248,9 @@ class FsdpEngine:
                 lengths_B[sequences].tolist(), budget_tokens=config.training.microbatch_tokens, ranks=self.world_size
             )[self.rank]
             mine, tokens = [tuple(sequences[list(cut)].tolist()) for cut in plan], int(tokens_B.sum())
-            plans.append(UpdatePlan(mine, chosen_B.to(self._device), self._coefficients(tokens_B), tokens, tokens))
+            plans.append(
+                UpdatePlan(mine, chosen_B.to(self._device), self._coefficients(tokens_B), tokens, len(sequences), tokens)
+            )
         return work, plans
 
     def _rewards(self, batch: TrainBatch, arrays: StepArrays) -> RewardBatch:
@@ -265,16 +279,22 @@ class FsdpEngine:
         mini-batch as a whole."""
         algorithm, needs = self._algorithm, self._algorithm.advantage.needs
         judges = is_needed(algorithm.loss, algorithm.correction)
-        as_wholes = judges or needs.mini_batch
-        if PROXIMALS[algorithm.proximal].recomputes and (updates > 1 or as_wholes):
+        in_reward = self._kl_is_in_the_reward()
+        as_wholes = judges or needs.mini_batch or in_reward
+        if in_reward or (PROXIMALS[algorithm.proximal].recomputes and (updates > 1 or as_wholes)):
             self._recompute_proximal(work, plans, squares=needs.probabilities)
         if as_wholes and work.proximal_BT is not None:
             work.proximal_BT = self._group.sum(work.proximal_BT)
+        if algorithm.kl is not None:
+            assert self._reference is not None, "the configuration's algorithm.kl decides whether there is one"
+            work.kl_figures = self._reference.judge(work, plans, algorithm.kl)
         if needs.probabilities:
             self._estimate_from_probabilities(work)
-        if needs.critic:
+        elif needs.critic:
             assert self._critic is not None, "the configuration's advantage decides whether there is one"
             self._critic.judge(work, plans)
+        elif in_reward:
+            work.advantages_BT = estimate(algorithm.advantage, work.rewards)[0].to(self._device)
         return [self._judged(work, plan) for plan in plans] if judges else plans
 
     def _estimate_from_probabilities(self, work: StepWork) -> None:
@@ -291,6 +311,17 @@ class FsdpEngine:
         whole = judged(work, plan.chosen_B, self._algorithm)
         coefficients_B = self._coefficients(whole.lengths_B)
         return replace(plan, coefficients_B=coefficients_B, left=int(whole.mask_BT.sum()), whole=whole)
+
+    def _kl_is_in_the_reward(self) -> bool:
+        return self._algorithm.kl is not None and self._algorithm.kl.where == "reward"
+
+    def _adapt(self, work: StepWork, first: list[UpdateResult], plans: list[UpdatePlan]) -> None:
+        """The coefficient of the divergence moves after a step in which the policy did. first: the results of its first pass."""
+        if self._reference is None or not any(result.made for result in first):
+            return
+        responses = sum(plan.responses for plan in plans)
+        summed = sum(result.scalars.get(PER_RESPONSE, 0.0) * plan.responses for result, plan in zip(first, plans, strict=True))
+        self._reference.adapt(work.kl_figures.get(PER_RESPONSE, summed / responses), responses)
 
     def _recompute_proximal(self, work: StepWork, plans: list[UpdatePlan], *, squares: bool = False) -> None:
         """lp_prox of this rank's responses, and Σπ² if asked for, in the very micro-batches that will train them."""
@@ -327,12 +358,13 @@ class FsdpEngine:
         scalars, correction = reduced[: len(names)], reduced[len(names) :].view_as(correction)
         grad_norm = clipped_norm(self._parameters, self._config.training.max_grad_norm)
         values = dict(zip(names, scalars.tolist(), strict=True))
-        finite = math.isfinite(grad_norm) and math.isfinite(values["loss/policy"])
+        finite = math.isfinite(grad_norm) and all(math.isfinite(values[name]) for name in LOSS_TERMS if name in values)
         made = finite and plan.left > 0
         if made:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        shares = {name: value if name == "loss/policy" else value / plan.tokens for name, value in values.items()}
+        counts = dict.fromkeys(LOSS_TERMS, 1) | {PER_RESPONSE: plan.responses}
+        shares = {name: value / counts.get(name, plan.tokens) for name, value in values.items()}
         return UpdateResult(finite, made, grad_norm, shares, correction, self._group.largest(largest))
 
 

@@ -23,22 +23,30 @@ def token_log_probs(
     *,
     temperature: float,
     squares: bool = False,
+    entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log_probs_N, entropy_N, sum_pi_squared_N) of π = softmax((hidden·Wᵀ + bias)/temperature), float32 or wider. Only log-probs
-    carry a gradient. Σπ² is over the vocabulary, and empty unless `squares` asks for it."""
+    """(log_probs_N, entropy_N, sum_pi_squared_N) of π = softmax((hidden·Wᵀ + bias)/temperature), float32 or wider. Log-probs
+    carry a gradient, and so does the entropy where `entropy_gradient` asks for it. Σπ² is over the vocabulary, and empty unless
+    `squares` asks for it."""
     chunk = max(1, chunk_elements // weight_VH.shape[0])
-    return _TokenLogProbs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, squares, chunk)
+    return _TokenLogProbs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, squares, entropy_gradient, chunk)
 
 
 def log_probs_of_logits(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, *, temperature: float, squares: bool = False
+    logits_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    temperature: float,
+    squares: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same from logits, for models whose logits are more than their head's output."""
     log_softmax_NV = (_wide(logits_NV) / temperature).log_softmax(-1)
-    probabilities_NV = log_softmax_NV.detach().exp()
-    entropy_N = -(probabilities_NV * log_softmax_NV.detach()).sum(-1)
-    squares_N = probabilities_NV.square().sum(-1) if squares else entropy_N[:0]
+    known_NV = log_softmax_NV if entropy_gradient else log_softmax_NV.detach()
+    probabilities_NV = known_NV.exp()
+    entropy_N = -(probabilities_NV * known_NV).sum(-1)
+    squares_N = probabilities_NV.detach().square().sum(-1) if squares else entropy_N[:0].detach()
     return log_softmax_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N], entropy_N, squares_N
 
 
@@ -52,7 +60,8 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """d log p(target)/d logits = (onehot(target) − softmax)/temperature; softmax is computed again from the saved logsumexp."""
+    """d log p(target)/d logits = (onehot(target) − softmax)/temperature, d entropy/d logits = −softmax·(log softmax +
+    entropy)/temperature; softmax is computed again from the saved logsumexp."""
 
     @staticmethod
     def forward(
@@ -63,6 +72,7 @@ class _TokenLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
         squares: bool,
+        entropy_gradient: bool,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -78,22 +88,26 @@ class _TokenLogProbs(torch.autograd.Function):
             if squares:
                 sums[part] = probabilities.square().sum(-1)
             entropies[part] = normalisers[part] - probabilities.mul_(logits).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies if entropy_gradient else None)
         ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropies, sums)
+        ctx.mark_non_differentiable(*([sums] if entropy_gradient else [entropies, sums]))
         return log_probs, entropies, sums
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropies: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=normalisers.dtype, device=weight.device)
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=normalisers.dtype, device=bias.device)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = _logits(hidden[part], weight, bias, ctx.temperature)
+            log_softmax = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normalisers[part, None])
             scale = grad_log_probs[part, None] / ctx.temperature
-            grad = (logits - normalisers[part, None]).exp_().mul_(-scale)
+            if entropies is None:
+                grad = log_softmax.exp_().mul_(-scale)
+            else:
+                pull = grad_entropies[part, None] / ctx.temperature
+                grad = log_softmax.exp().mul_((log_softmax + entropies[part, None]).mul_(-pull).sub_(scale))
             grad.scatter_add_(1, targets[part, None], scale)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
@@ -101,4 +115,4 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None

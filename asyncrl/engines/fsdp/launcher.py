@@ -16,6 +16,7 @@ from asyncrl.engines.fsdp.engine import FsdpEngine
 from asyncrl.engines.fsdp.model import PolicyModel, load_policy
 from asyncrl.engines.fsdp.model_files import ModelFiles
 from asyncrl.engines.fsdp.process_group import RankGroup, open_meeting_point
+from asyncrl.engines.fsdp.reference import load_reference
 from asyncrl.engines.fsdp.saving import Saves
 from asyncrl.protocols import StateFiles
 
@@ -32,6 +33,7 @@ class FsdpLauncher:
         self._store: dist.Store | None = None
         self._policy: PolicyModel | None = None
         self._critic: ValueModel | None = None
+        self._reference: PolicyModel | None = None
 
     def prepare(self) -> str:
         """Load the model; rank 0 of several opens the meeting point and returns its address, everyone else ""."""
@@ -48,6 +50,10 @@ class FsdpLauncher:
         )
         if config.algorithm.advantage.needs.critic:
             self._critic = load_critic(config, self._model_path, device=self._device, with_weights=self._rank == 0)
+        if config.algorithm.kl is not None:
+            self._reference = load_reference(
+                config, self._policy, self._model_path, device=self._device, with_weights=self._rank == 0
+            )
         if self._rank or config.training.ranks == 1:
             return ""
         self._store, address = open_meeting_point(self._host, timeout_seconds=config.cluster.start_timeout_seconds)
@@ -72,9 +78,9 @@ class FsdpLauncher:
             timeout_seconds=self._config.training.step_timeout_seconds,
             host=self._host,
         )
-        policy, critic = self._policy, self._critic
-        self._policy = self._critic = None
-        return FsdpEngine(self._config, policy, group, self._device, self._saves, critic)
+        policy, critic, reference = self._policy, self._critic, self._reference
+        self._policy = self._critic = self._reference = None
+        return FsdpEngine(self._config, policy, group, self._device, self._saves, critic, reference)
 
 
 def training_device(rank: int) -> torch.device:

@@ -35,21 +35,26 @@ class PolicyModel(InBlocks):
         self.plain_head: bool | None = None  # unknown until `probe_head`
 
     def forward(
-        self, input_ids: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, targets: torch.Tensor, squares: bool = False
+        self,
+        input_ids: torch.Tensor,
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        targets: torch.Tensor,
+        squares: bool = False,
+        entropy_gradient: bool = False,
     ) -> Any:
         """input_ids int64[b, L], padded on the right (a causal model never looks there, so no attention mask is needed);
         the token `targets[i]` follows position (rows[i], columns[i]). Returns (log_probs_N, entropy_N, sum_pi_squared_N), the
-        last one empty unless `squares` asks for it."""
+        last one empty unless `squares` asks for it; log-probs carry a gradient, and the entropy one where it is asked for."""
         if self.plain_head is None:
             return self._probe_head(input_ids)
+        asked: dict[str, Any] = {"temperature": self.temperature, "squares": squares, "entropy_gradient": entropy_gradient}
         if not self.plain_head:
             logits = self.model(input_ids=input_ids, use_cache=False).logits
-            return log_probs_of_logits(logits[rows, columns], targets, temperature=self.temperature, squares=squares)
+            return log_probs_of_logits(logits[rows, columns], targets, **asked)
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
-        return token_log_probs(
-            hidden[rows, columns], head.weight, head.bias, targets, temperature=self.temperature, squares=squares
-        )
+        return token_log_probs(hidden[rows, columns], head.weight, head.bias, targets, **asked)
 
     @torch.no_grad()
     def probe_head(self, device: torch.device) -> None:
@@ -106,19 +111,26 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 def load_policy(
-    config: ModelConfig, path: str | Path, *, temperature: float, device: torch.device, with_weights: bool
+    config: ModelConfig,
+    path: str | Path,
+    *,
+    temperature: float,
+    device: torch.device,
+    with_weights: bool,
+    key: str = "model.path",
 ) -> PolicyModel:
     """The model on the CPU in float32 (optimizer and master weights keep that precision whatever `dtype` is).
 
     Without weights (ranks that receive them from rank 0) its parameters are memory that nobody has touched. Dropout is off: the
-    same weights must give the same log-probs twice. Raises UserError for a folder that transformers cannot read.
+    same weights must give the same log-probs twice. Raises UserError, which names `key`, for a folder that transformers cannot
+    read.
     """
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         _switch_off_dropout(hf_config)
         model = _first_that_works(config, path, hf_config, attention_choices(config, device), with_weights)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"model.path {path} cannot be loaded as a causal language model: {error}") from error
+        raise UserError(f"{key} {path} cannot be loaded as a causal language model: {error}") from error
     model.train(config.gradient_checkpointing)
     if config.gradient_checkpointing:
         _enable_checkpointing(model)

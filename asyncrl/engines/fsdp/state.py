@@ -3,6 +3,8 @@
 model.<name>                 master weights, float32, a DTensor; and the buffers that the model's files hold
 optimizer.<name>.<key>       AdamW's exp_avg and exp_avg_sq (DTensors) and step (a number), once there was an update
 critic.model.…, critic.optimizer.…   the same of a critic, where there is one
+reference.model.…, reference.version   of a reference that is refreshed from the policy; any other is loaded again from its path
+reference.coefficient        of a divergence whose coefficient adapts
 rng.<rank>.<generator>       uint8: torch, cuda (where there is one), numpy, python
 
 What is a setting (learning rate, betas, weight decay) comes from the configuration, and is not here.
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from asyncrl.engines.fsdp.critic import ValueModel
     from asyncrl.engines.fsdp.model import PolicyModel
 
-MODEL, OPTIMIZER, RNG, CRITIC = "model.", "optimizer.", "rng.", "critic."
+MODEL, OPTIMIZER, RNG, CRITIC, REFERENCE = "model.", "optimizer.", "rng.", "critic.", "reference."
 MERSENNE_WORDS = 624
 NUMPY_STATE = struct.Struct(f"<{MERSENNE_WORDS}Iqqd")
 PYTHON_STATE = struct.Struct(f"<q{MERSENNE_WORDS + 1}Iqd")
@@ -45,15 +47,14 @@ def live_state(trained: Iterable[Trained]) -> dict[str, torch.Tensor]:
     """Models and optimizers, the tensors themselves."""
     found: dict[str, torch.Tensor] = {}
     for each in trained:
-        found |= model_state(each)
+        found |= model_state(each.prefix, each.model)
         for name, parameter in each.model.hf_named_parameters():
             for key, value in each.optimizer.state.get(parameter, {}).items():
                 found[f"{each.prefix}{OPTIMIZER}{name}.{key}"] = value
     return found
 
 
-def model_state(trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
-    prefix, model, _ = trained
+def model_state(prefix: str, model: PolicyModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
     saved = model.model.state_dict(keep_vars=True)
     for name, parameter in model.hf_named_parameters():
         yield f"{prefix}{MODEL}{name}", parameter.detach()
@@ -74,7 +75,7 @@ def make_room(trained: Sequence[Trained], described: Described) -> dict[str, tor
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
     room = {name: tensor.detach() for name, tensor in live_state(trained).items()}
-    check_match(room, {name: what for name, what in described.items() if not name.startswith(RNG)})
+    check_match(room, {name: what for name, what in described.items() if not name.startswith((RNG, REFERENCE))})
     return room
 
 

@@ -6,14 +6,15 @@ Everything here is local to a rank; sums add over micro-batches and ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from asyncrl.algorithms.advantages import RewardBatch
 from asyncrl.algorithms.corrections import Corrected, CorrectionInputs, correct
+from asyncrl.algorithms.divergence import estimate_kl
 from asyncrl.algorithms.losses import LossInputs, MiniBatch, loss_needs, token_loss
-from asyncrl.algorithms.masking import clamped_log_ratio, masked
+from asyncrl.algorithms.masking import clamped_log_ratio, masked, response_mean
 from asyncrl.algorithms.mini_batch import Judged, judge
 from asyncrl.algorithms.proximal import PROXIMALS, ProximalInputs
 from asyncrl.algorithms.reports import correction_sums
@@ -28,7 +29,9 @@ class StepWork:
     """A step's batch as one rank holds it, [B, T] on the device; rewards: what advantages are estimated from, on the host;
     lengths_B: input tokens per response, 0 where none trains. proximal_BT: the recomputed log-probs of this rank's responses (of
     all, where something is judged over a whole mini-batch), None where lp_prox needs no forward pass of its own;
-    sum_pi_squared_BT: Σπ² with them, where the advantage needs it; values_BT, returns_BT: a critic's, before its first update."""
+    sum_pi_squared_BT: Σπ² with them, where the advantage needs it; values_BT, returns_BT: a critic's, before its first update;
+    reference_BT: the reference model's log-probs of this rank's responses, where the loss takes the divergence from it times
+    kl_coefficient; kl_figures: what is known of the divergence before the first update."""
 
     arrays: StepArrays
     rewards: RewardBatch
@@ -42,18 +45,22 @@ class StepWork:
     sum_pi_squared_BT: torch.Tensor | None = None
     values_BT: torch.Tensor | None = None
     returns_BT: torch.Tensor | None = None
+    reference_BT: torch.Tensor | None = None
+    kl_coefficient: float = 0.0
+    kl_figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
     """One optimizer update. micro_batches: this rank's; the rest comes from the whole mini-batch, so every rank has the same:
-    chosen_B, its responses; coefficients_B, of every token of a response; tokens, the trainable ones; left, those of them that
-    the correction keeps; whole, where the mini-batch is judged before it is cut."""
+    chosen_B, its responses; coefficients_B, of every token of a response; tokens, the trainable ones, and responses, those that
+    have one; left, the tokens that the correction keeps; whole, where the mini-batch is judged before it is cut."""
 
     micro_batches: list[MicroBatch]
     chosen_B: torch.Tensor
     coefficients_B: torch.Tensor
     tokens: int
+    responses: int
     left: int
     whole: Judged | None = None
 
@@ -77,10 +84,14 @@ class MicroBatchView:
         return Corrected(self.rows(whole.weights_BT), self.rows(whole.mask_BT), flags)
 
 
+LOSS_TERMS = ("loss/policy", "loss/kl", "loss/entropy")
+PER_RESPONSE = "kl/response_mean"
+
+
 @dataclass(frozen=True)
 class MicroSums:
-    """scalars: flat name to a sum over the micro-batch's tokens; correction sums and maxima as `reports.correction_sums` has
-    them."""
+    """scalars: flat name to a sum over the micro-batch's tokens (LOSS_TERMS: its part of that term of the loss; PER_RESPONSE: a
+    sum over its responses); correction sums and maxima as `reports.correction_sums` has them."""
 
     scalars: Mapping[str, torch.Tensor]
     correction: torch.Tensor
@@ -110,11 +121,14 @@ def advantage_metrics(work: StepWork) -> dict[str, float]:
     return {"advantage/mean": float(advantages_N.mean()), "advantage/abs_mean": float(advantages_N.abs().mean())}
 
 
-def policy_log_probs(policy: PolicyModel, micro: MicroBatchView) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log_probs_bt, entropy_N, anchor): log-probs 0 outside the mask; `anchor` is a zero that ties every parameter into the
-    graph."""
+def policy_log_probs(
+    policy: PolicyModel, micro: MicroBatchView, *, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log_probs_bt, entropy_N, anchor): log-probs 0 outside the mask; the entropy has a gradient where it is asked for; `anchor`
+    is a zero that ties every parameter into the graph."""
     inputs = micro.inputs
-    log_probs_N, entropy_N, _ = policy(inputs.input_ids, inputs.rows_N, inputs.columns_N, inputs.targets_N)
+    asked = (inputs.input_ids, inputs.rows_N, inputs.columns_N, inputs.targets_N, False, entropy_gradient)
+    log_probs_N, entropy_N, _ = policy(*asked)
     zeros_bt = torch.zeros(micro.mask_bt.shape, dtype=log_probs_N.dtype, device=log_probs_N.device)
     if micro.empty:
         return zeros_bt, entropy_N[:0], 0 * log_probs_N.sum()
@@ -157,7 +171,7 @@ def micro_loss(
     """This micro-batch's terms of the global loss, with gradient, and its sums. coefficients_B: see `algorithms.aggregation`;
     whole: its mini-batch, None where each response is corrected by itself."""
     mask_bt = micro.mask_bt
-    log_probs_bt, entropy_N, anchor = policy_log_probs(policy, micro)
+    log_probs_bt, entropy_N, anchor = policy_log_probs(policy, micro, entropy_gradient=algorithm.entropy_coefficient > 0)
     behaviour_bt, staleness_bt = micro.rows(work.behaviour_BT), micro.rows(work.staleness_BT)
     recomputed_bt = None if work.proximal_BT is None else micro.rows(work.proximal_BT)
     proximal_bt = PROXIMALS[algorithm.proximal].log_probs(
@@ -178,11 +192,15 @@ def micro_loss(
         selected_bt,
     )
     losses = token_loss(algorithm.loss, inputs)
-    loss = (losses.values_BT * coefficients_B[micro.index, None].to(losses.values_BT.dtype)).sum() + anchor
+    coefficients_b = coefficients_B[micro.index, None].to(losses.values_BT.dtype)
+    added, figures = _regularisers(algorithm, work, micro, log_probs_bt, entropy_N, kept_bt=inputs.mask_BT)
+    terms = {name: (values * coefficients_b).sum() for name, values in {"loss/policy": losses.values_BT, **added}.items()}
+    loss = torch.stack([*terms.values()]).sum() + anchor
     moved_bt = clamped_log_ratio(log_probs_bt.detach(), proximal_bt, mask_bt)
     scalars = {
-        "loss/policy": loss.detach().double(),
-        "policy/entropy": entropy_N.sum(dtype=torch.float64),
+        **{name: term.detach().double() for name, term in terms.items()},
+        **figures,
+        "policy/entropy": entropy_N.detach().sum(dtype=torch.float64),
         "policy/kl_proximal": masked(moved_bt.exp() - 1 - moved_bt, mask_bt).sum(dtype=torch.float64),
         **{f"loss/{name}": flag.sum(dtype=torch.float64) for name, flag in losses.flags.items()},
     }
@@ -196,3 +214,29 @@ def micro_loss(
         levels=levels,
     )
     return loss, MicroSums(scalars, sums, largest)
+
+
+def _regularisers(
+    algorithm: AlgorithmConfig,
+    work: StepWork,
+    micro: MicroBatchView,
+    log_probs_bt: torch.Tensor,
+    entropy_N: torch.Tensor,
+    *,
+    kept_bt: torch.Tensor,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(token values that are added to the policy loss, figures): β·KL and −c·entropy, where they are asked for, on the tokens
+    that train; the divergence's figures are over all trainable ones."""
+    added: dict[str, torch.Tensor] = {}
+    figures: dict[str, torch.Tensor] = {}
+    if algorithm.kl is not None and work.reference_BT is not None:
+        kl_bt = masked(estimate_kl(algorithm.kl.name, log_probs_bt, micro.rows(work.reference_BT)), micro.mask_bt)
+        added["loss/kl"] = work.kl_coefficient * masked(kl_bt, kept_bt)
+        known_bt = kl_bt.detach().double()
+        figures = {"kl/mean": known_bt.sum(), PER_RESPONSE: response_mean(known_bt, micro.mask_bt).sum()}
+    if algorithm.entropy_coefficient:
+        entropy_bt = torch.zeros_like(log_probs_bt)
+        if not micro.empty:
+            entropy_bt = entropy_bt.masked_scatter(micro.mask_bt, entropy_N)
+        added["loss/entropy"] = -algorithm.entropy_coefficient * masked(entropy_bt, kept_bt)
+    return added, figures

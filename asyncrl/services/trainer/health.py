@@ -54,6 +54,12 @@ RULES = (
         high=0.5,
     ),
     Rule(
+        "kl/mean",
+        "nats per token lie between the policy and its reference",
+        "the policy runs away from it: raise algorithm.kl.coefficient (or let it adapt), or lower training.learning_rate",
+        high=1.0,
+    ),
+    Rule(
         "policy/entropy",
         "nats of entropy are left, a small part of what there was at first",
         "the policy no longer explores: raise rollout.temperature, or lower training.learning_rate",
