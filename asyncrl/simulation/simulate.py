@@ -31,6 +31,7 @@ from asyncrl.protocols import (
     GenerateRequest,
     MemberRequest,
     PromptCursor,
+    StepOutcome,
     StepRecord,
     TrainBatch,
     TrainingEngine,
@@ -65,9 +66,9 @@ class World:
     """How fast the simulated machines are, and what they answer. Seconds are virtual.
 
     num_tokens: length of an answer; failure: why a member cannot be generated, or None; reward: a sample's score, None for a
-    failed one; lag(server, version): from publication to confirmation; workers: reward workers; lethal: whether a sample kills
-    its worker, which is back after `back_after`; losses: who dies when; call_seconds: a call of one that may die to the ledger
-    takes so long, and its answer too.
+    failed one; outcome: what a step reports, None for one whose every update is made; lag(server, version): from publication to
+    confirmation; workers: reward workers; lethal: whether a sample kills its worker, which is back after `back_after`; losses:
+    who dies when; call_seconds: a call of one that may die to the ledger takes so long, and its answer too.
     """
 
     token_seconds: float = 0.01
@@ -77,6 +78,7 @@ class World:
     reward: Callable[[Mapping[str, Any]], float | None] = every_other_reward
     score_seconds: float = 0.001
     step_seconds: Callable[[TrainBatch], float] = lambda batch: 0.5
+    outcome: Callable[[TrainBatch], StepOutcome] | None = None
     lag: Callable[[str, int], float] = lambda server, version: 0.05
     servers: tuple[str, ...] = ("inference/0",)
     workers: int = 1
@@ -208,7 +210,7 @@ class _Run:
         )
         self.sync = SimulatedSync(self.clock, servers=world.servers, lag=world.lag, on_commit=self._committed)
         blocking = VirtualBlocking()
-        self.trainer_engine = FakeTrainingEngine(blocking, step_seconds=world.step_seconds)
+        self.trainer_engine = FakeTrainingEngine(blocking, step_seconds=world.step_seconds, outcome=world.outcome)
         self.workers = Workers(
             world.workers,
             front=lambda: self.front.service if self.front.is_up else None,
@@ -376,7 +378,7 @@ class _Run:
         training, attempts = self.config.training, self.ledger.attempts
         for group in groups:
             last_step = min(
-                (group.start_version + 1 + self.config.rollout.max_staleness) * training.publish_every, training.steps
+                (group.start_version + 1 + self.config.rollout.staleness_limit) * training.publish_every, training.steps
             )
             live = len(attempts.live())
             allowed = (last_step - attempts.finished_steps) * training.groups_per_step
