@@ -1,8 +1,8 @@
 """The folders of a run's checkpoints: which are complete, which are kept, and how one becomes complete.
 
 state.json      {"format": 1, "step", "version", "incarnation", "world_size", "wall_s" (of the run so far), "config" (resolved),
-                "tally" (what summary.json counts), "checkpoints_failed" (before it), "best": {"metric", "value"} or null,
-                "files": {name: bytes}}
+                "tally" (what summary.json counts), "staleness_bound" (the bound, and what adapts it), "checkpoints_failed"
+                (before it), "best": {"metric", "value"} or null, "files": {name: bytes}}
 scores.json     beside the checkpoints: {"metric": checkpoint.best, "values": {step: value}}
 
 `step_<n>` is complete: it was renamed to that name when every file of it was on the disk. `.step_<n>.writing` is not, and is

@@ -27,9 +27,10 @@ def check(file: Path | None, overrides: Sequence[str], *, explain: str | None, a
         return 0
     if file is None:
         raise UserError("check needs a pipeline file, or --explain KEY: asyncrl check pipelines/quickstart.yaml")
-    plan = make_plan(*checked(file, overrides))
+    config, facts = checked(file, overrides)
+    plan = make_plan(config, facts)
     if as_json:
-        print_json({"ok": True, "file": str(file), "notes": list(plan.notes)})
+        print_json({"ok": True, "file": str(file), "notes": list(plan.notes), "config": config.to_mapping()})
         return 0
     sizes = plan.sizes
     print(f"{file}: fine ({sizes['steps']} steps of {sizes['groups_per_step']} groups, {len(plan.processes)} processes)")
@@ -81,6 +82,7 @@ def plan_text(plan: Plan) -> str:
         f"{count(sizes['most_tokens_per_step'])} tokens, {_updates(sizes['updates_per_step'])}",
         f"run      {sizes['steps']} steps, {count(sizes['groups'])} groups, {sizes['versions']} policy versions, at most "
         f"{sizes['live_groups']} groups under way",
+        f"bound    {plan.staleness}",
         f"queue    {sizes['queue_items_per_topic']} messages and {size(sizes['queue_bytes_per_topic'])} per topic",
         f"machine  {machine['cores']} cores, {machine['gpus']} GPUs, {size(machine['memory_bytes'])} of memory; "
         f"estimate for the run: {size(plan.memory_bytes)}",

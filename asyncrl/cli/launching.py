@@ -63,7 +63,7 @@ def _dry_run(file: Path, overrides: Sequence[str], *, run_dir: Path | None, resu
     check_state_folder(earlier or run_dir, config)
     plan = make_plan(config, facts)
     if as_json:
-        print_json(plan.to_mapping())
+        print_json({**plan.to_mapping(), "config": config.to_mapping()})
     else:
         print(plan_text(plan))
     return 0
@@ -141,7 +141,8 @@ def _end_at_once(run: Run | None) -> None:
 def _on_policy(config: Config) -> str:
     """The overrides that make this pipeline on-policy, whatever else it asks for that would then be refused."""
     ones = ("publish_every", "mini_batches", "epochs_per_batch")
-    sets = ["rollout.max_staleness=0", *(f"training.{name}=1" for name in ones if getattr(config.training, name) != 1)]
+    preset = ["rollout.preset=null"] if config.rollout.preset is not None else []
+    sets = [*preset, "rollout.max_staleness=0", *(f"training.{name}=1" for name in ones if getattr(config.training, name) != 1)]
     return " ".join(f"--set {each}" for each in sets)
 
 

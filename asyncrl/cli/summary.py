@@ -49,7 +49,10 @@ def _change(figure: Mapping[str, Any], what: str) -> str | None:
 def _staleness(figure: Mapping[str, Any]) -> str | None:
     if figure.get("max") is None:
         return None
-    return f"mean {number(figure['mean'], 2)}, most {figure['max']:g} of the {figure['bound']} versions allowed"
+    text = f"mean {number(figure['mean'], 2)}, most {figure['max']:g} of the {figure['bound']} versions allowed"
+    if figure.get("bound_mean") in (None, figure["bound"]):
+        return text
+    return f"{text}; the bound was {number(figure['bound_mean'], 1)} on average, {figure['bound_last']} at the end"
 
 
 def _responses(summary: Mapping[str, Any]) -> str | None:

@@ -27,6 +27,7 @@ FIGURES = (
     ("evaluation", "eval/score"),
     ("staleness, mean", "staleness/mean"),
     ("staleness, most", "staleness/max"),
+    ("staleness, bound now", "staleness/bound"),
     ("entropy", "policy/entropy"),
     ("gradient norm", "grad/norm"),
     ("learning rate", "learning_rate"),

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from asyncrl.config import checks_algorithm, checks_divergence, checks_effect, checks_teacher
+from asyncrl.config import checks_algorithm, checks_divergence, checks_effect, checks_staleness, checks_teacher
 from asyncrl.config.facts import Facts
 from asyncrl.config.schema import Config
 from asyncrl.errors import Problem
@@ -125,7 +125,7 @@ def _cache(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def _on_policy(config: Config, facts: Facts) -> Iterator[Problem]:
-    if config.rollout.max_staleness > 0:
+    if config.rollout.max_staleness != 0 or config.rollout.preset is not None:  # a preset's own keys: checks_staleness
         return
     for field in ("publish_every", "mini_batches", "epochs_per_batch"):
         value = getattr(config.training, field)
@@ -334,6 +334,7 @@ CHECKS: tuple[Check, ...] = (
     _sglang,
     _on_policy,
     _agent,
+    *checks_staleness.CHECKS,
     _rewards,
     _queue,
     *checks_algorithm.CHECKS,

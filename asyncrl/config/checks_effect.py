@@ -41,6 +41,12 @@ class Effect:
 
 EFFECTS: tuple[Effect, ...] = (
     Effect(
+        ("rollout.staleness_floor", "rollout.staleness_ceiling"),
+        lambda config, facts: config.rollout.max_staleness == "auto",
+        "rollout.max_staleness is a number, so that the bound is not adapted",
+        "set rollout.max_staleness to auto",
+    ),
+    Effect(
         ("rollout.quarantine_after",),
         lambda config, facts: config.data.epochs is None or config.rollout.quarantine_after <= config.data.epochs,
         "data.epochs visits each prompt fewer times than that, so none can fail so often",

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl.config import built
+from asyncrl.config import built, presets
 from asyncrl.config.paths import absolute_paths
 from asyncrl.config.problems import found_problem, show
 from asyncrl.config.schema import Config
@@ -88,6 +88,7 @@ def load_mapping(
         except ConfigError as error:
             problems += error.problems
     places = Places(source, lines or {}, said)
+    presets.fill(values)
     problems += [places.locate(problem) for problem in _unbuilt(values)]
     refused = {problem.key for problem in problems}
     try:

@@ -33,7 +33,8 @@ class PlannedProcess:
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved plan. `sizes`: what a step and the run amount to; `notes`: what is allowed and may surprise."""
+    """The resolved plan. `staleness`: the bound, in words; `sizes`: what a step and the run amount to; `notes`: what is allowed
+    and may surprise."""
 
     name: str
     processes: tuple[PlannedProcess, ...]
@@ -41,6 +42,7 @@ class Plan:
     machine: dict[str, int | None]
     model: dict[str, Any]
     data: dict[str, Any]
+    staleness: str
     sizes: dict[str, int | None]
     notes: tuple[str, ...]
 
@@ -70,9 +72,23 @@ def make_plan(config: Config, facts: Facts) -> Plan:
             "eval": config.data.eval,
             "eval_rows": facts.eval.rows if facts.eval else None,
         },
+        staleness=_staleness(config),
         sizes=_sizes(config, facts),
         notes=tuple(notes),
     )
+
+
+def _staleness(config: Config) -> str:
+    rollout, training = config.rollout, config.training
+    preset = [f"preset {rollout.preset}"] if rollout.preset else []
+    if rollout.staleness_limit == 0:
+        return ", ".join(["on-policy", *preset])
+    limit = rollout.staleness_limit
+    bound = "at most 1 version" if limit == 1 else f"at most {limit} versions"
+    if rollout.max_staleness == "auto":
+        bound = f"auto, {rollout.staleness_floor} to {limit} versions"
+    pace = [f"a new one every {training.publish_every} steps"] if training.publish_every > 1 else []
+    return ", ".join([bound, *pace, f"on_stale {rollout.on_stale}", *preset])
 
 
 def _sizes(config: Config, facts: Facts) -> dict[str, int | None]:
@@ -90,7 +106,7 @@ def _sizes(config: Config, facts: Facts) -> dict[str, int | None]:
         "updates_per_step": training.mini_batches * training.epochs_per_batch,
         "groups": groups,
         "versions": training.steps // training.publish_every,
-        "live_groups": (1 + rollout.max_staleness) * training.publish_every * training.groups_per_step,
+        "live_groups": (1 + rollout.staleness_limit) * training.publish_every * training.groups_per_step,
         "context_tokens": _context(config),
         "queue_items_per_topic": config.queue.capacity,
         "queue_bytes_per_topic": int(config.queue.capacity_megabytes * MB),
@@ -151,7 +167,7 @@ def _queue_bytes(config: Config) -> int:
     """Both topics at their bound, or at what may be live, whichever is less."""
     rollout, training = config.rollout, config.training
     response_bytes = 25 * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-    live = (1 + rollout.max_staleness) * training.publish_every * training.groups_per_step * config.members_per_group
+    live = (1 + rollout.staleness_limit) * training.publish_every * training.groups_per_step * config.members_per_group
     return int(2 * min(config.queue.capacity_megabytes * MB, live * response_bytes))
 
 

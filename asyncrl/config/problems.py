@@ -58,7 +58,7 @@ def type_words(annotation: Any) -> str:
     """A type in words."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_words(args[0])
+        return ", ".join([type_words(args[0]), *bounds(args[1:])])
     if origin is Literal:
         return f"one of {', '.join(str(value) for value in args)}" if len(args) > 1 else str(args[0])
     if origin in (Union, UnionType):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -131,5 +131,6 @@ def _literals(annotation: Any) -> tuple[Any, ...]:
     if origin is Annotated:
         return _literals(args[0])
     if origin in (Union, UnionType):
-        return tuple(value for arg in args for value in _literals(arg))
+        parts = [_literals(arg) for arg in args if arg is not NoneType]
+        return tuple(value for part in parts for value in part) if all(parts) else ()  # beside a number the set is not closed
     return ()

@@ -109,6 +109,7 @@ class LocalLedgerClient:
             returned=tuple(ReturnedGroup(id, members(id)) for id in attempts.returned()),
             owed=tuple(attempts.owed()),
             failures_by_row=dict(attempts.failures_by_row),
+            staleness_bound=attempts.staleness_bound,
         )
 
     async def watch(self, since: int, timeout: float) -> LedgerEvents:

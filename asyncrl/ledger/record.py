@@ -22,7 +22,7 @@ from asyncrl.protocols.journal import JournalEntry, Place
 from asyncrl.protocols.ledger import PromptCursor
 
 FILE_NAME = "ledger.sqlite"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BUSY_SECONDS = 10.0
 TALLIED = ("transitions", "reissues", "steps", "training_end", "starts")
 
@@ -32,7 +32,7 @@ CREATE TABLE transitions (seq INTEGER NOT NULL, epoch INTEGER NOT NULL, "row" IN
 CREATE TABLE reissues (seq INTEGER NOT NULL, epoch INTEGER NOT NULL, "row" INTEGER NOT NULL, attempt INTEGER NOT NULL,
     wall_time REAL NOT NULL);
 CREATE TABLE steps (step INTEGER NOT NULL, version INTEGER NOT NULL, taken INTEGER NOT NULL, seq INTEGER NOT NULL,
-    reissue_seq INTEGER NOT NULL, epoch INTEGER, position INTEGER, wall_time REAL NOT NULL);
+    reissue_seq INTEGER NOT NULL, epoch INTEGER, position INTEGER, staleness_bound INTEGER, wall_time REAL NOT NULL);
 CREATE TABLE training_end (final_version INTEGER NOT NULL, seq INTEGER NOT NULL, wall_time REAL NOT NULL);
 CREATE TABLE cursor (epoch INTEGER NOT NULL, position INTEGER NOT NULL, num_rows INTEGER, seed INTEGER NOT NULL,
     shuffle INTEGER NOT NULL);
@@ -93,7 +93,7 @@ class ReissueRow(NamedTuple):
 
 class StepRow(NamedTuple):
     """A finished step. seq, reissue_seq: the last rows of the other tables then; epoch, position: the cursor's, None before the
-    first dispatch."""
+    first dispatch; staleness_bound: admission's from here on, None where it is fixed."""
 
     step: int
     version: int
@@ -102,6 +102,7 @@ class StepRow(NamedTuple):
     reissue_seq: int
     epoch: int | None
     position: int | None
+    staleness_bound: int | None
     wall_time: float
 
     @property
@@ -226,7 +227,7 @@ def replay(record: LedgerRecord) -> Attempts:
 def _in_order(record: LedgerRecord) -> Iterator[Changes]:
     """Transitions up to each finished step, with that step, and so on to the end of training and what came after it."""
     ends: list[tuple[int, FinishedStep | None, int | None]] = [
-        *((row.seq, FinishedStep(row.step, row.version, row.taken), None) for row in record.steps),
+        *((row.seq, FinishedStep(row.step, row.version, row.taken, row.staleness_bound), None) for row in record.steps),
         *((row.seq, None, row.final_version) for row in record.training_ends),
     ]
     rows = iter(record.transitions)

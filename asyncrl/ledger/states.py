@@ -60,11 +60,13 @@ class Transition(NamedTuple):
 
 
 class FinishedStep(NamedTuple):
-    """`taken` groups ended in this step, whatever their end."""
+    """`taken` groups ended in this step, whatever their end; `staleness_bound` is admission's from here on, None where it is
+    fixed."""
 
     step: int
     version: int
     taken: int
+    staleness_bound: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Attempts:
         self._queued = self._returned = 0
         self.dispatched = 0
         self.finished_steps = 0
+        self.staleness_bound: int | None = None
         self.final_version: int | None = None
         self.cursor: PromptCursor | None = None
         self.reasons: dict[str, int] = {}
@@ -174,7 +177,7 @@ class Attempts:
             Changes(
                 [Transition(end.id, end.state, plain_text(end.reason), record.step, record.version) for end in record.ends],
                 _reissues(record.ends),
-                step=FinishedStep(record.step, record.version, len(record.ends)),
+                step=FinishedStep(record.step, record.version, len(record.ends), record.staleness_bound),
             )
         )
 
@@ -231,7 +234,8 @@ class Attempts:
             raise LedgerError(f"events after {since} are gone, the oldest held is {self._first_event}: begin with live()")
         news = list(islice(reversed(self._events), max(0, self.seq - since)))  # from the end: what is held is long, news are few
         ended = tuple([event for event in reversed(news) if event is not None])
-        return LedgerEvents(self.seq, ended, self.finished_steps, self.final_version is not None, self.final_version)
+        done = self.final_version is not None
+        return LedgerEvents(self.seq, ended, self.finished_steps, done, self.final_version, self.staleness_bound)
 
     # How it changes
 
@@ -248,7 +252,7 @@ class Attempts:
         if changes.cursor is not None:
             self.cursor = changes.cursor
         if changes.step is not None:
-            self.finished_steps = changes.step.step
+            self.finished_steps, self.staleness_bound = changes.step.step, changes.step.staleness_bound
             taken = {transition.id: transition.state for transition in changes.transitions if transition.step is not None}
             self._last_step = (changes.step, taken)
             self._events.append(None)

@@ -209,11 +209,11 @@ class LedgerWriter:
             if changes.cursor is not None:
                 self._cursor = moved = changes.cursor
             if changes.step is not None:
-                step, version, taken = changes.step
+                step, version, taken, bound = changes.step
                 epoch, position = (self._cursor.epoch, self._cursor.position) if self._cursor else (None, None)
-                step_row = StepRow(step, version, taken, self._seq, self._reissue_seq, epoch, position, wall_time)
+                step_row = StepRow(step, version, taken, self._seq, self._reissue_seq, epoch, position, bound, wall_time)
                 tallies["steps"] = tallies["steps"].add(step_row.tally_key)
-                self._file.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?)", step_row)
+                self._file.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", step_row)
             if changes.final_version is not None:
                 end_row = TrainingEndRow(changes.final_version, self._seq, wall_time)
                 tallies["training_end"] = tallies["training_end"].add(end_row.tally_key)

@@ -47,11 +47,13 @@ class End:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished step: `step` counts from 1, `version` is the trainer's when it began, `ends` every group that it took."""
+    """A finished step: `step` counts from 1, `version` is the trainer's when it began, `ends` every group that it took.
+    `staleness_bound`: what admission goes by from here on, where rollout.max_staleness is auto."""
 
     step: int
     version: int
     ends: tuple[End, ...]
+    staleness_bound: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class LiveGroup:
 class LedgerEvents:
     """What happened after `since`: ends in order, the steps finished so far, and whether training is over.
 
-    `seq` is the next `since`. `training_done` carries the last policy version in `final_version`.
+    `seq` is the next `since`. `training_done` carries the last policy version in `final_version`. `staleness_bound`: that of the
+    last finished step.
     """
 
     seq: int
@@ -73,6 +76,7 @@ class LedgerEvents:
     finished_steps: int
     training_done: bool = False
     final_version: int | None = None
+    staleness_bound: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Resumption:
     """Where a rollouter that has just started goes on. `seq`: the `since` of its first watch; `cursor`: None where nothing was
     drawn yet; `live`: in flight with every member in the queue's or the Reward front's hands, or queued; `returned`: to be
     generated again, first in line; `owed`: reissues asked for and not dispatched; `failures_by_row`: attempts that failed in a
-    row."""
+    row; `staleness_bound`: that of the last finished step."""
 
     seq: int
     finished_steps: int
@@ -98,6 +102,7 @@ class Resumption:
     returned: tuple[ReturnedGroup, ...] = ()
     owed: tuple[GroupId, ...] = ()
     failures_by_row: Mapping[int, int] = field(default_factory=dict)
+    staleness_bound: int | None = None
 
 
 class LedgerClient(Protocol):

@@ -50,7 +50,8 @@ class RpcLedgerClient:
         await self._call("ledger.end", ends=_pack_ends(ends))
 
     async def finish_step(self, record: StepRecord) -> None:
-        await self._call("ledger.finish_step", step=record.step, version=record.version, ends=_pack_ends(record.ends))
+        bound, ends = record.staleness_bound, _pack_ends(record.ends)
+        await self._call("ledger.finish_step", step=record.step, version=record.version, ends=ends, staleness_bound=bound)
 
     async def finish_training(self, final_version: int) -> None:
         await self._call("ledger.finish_training", final_version=final_version)
@@ -63,6 +64,7 @@ class RpcLedgerClient:
             answer["finished_steps"],
             answer["training_done"],
             answer["final_version"],
+            answer["staleness_bound"],
         )
 
     async def live(self) -> list[LiveGroup]:
@@ -79,6 +81,7 @@ class RpcLedgerClient:
             returned=tuple(ReturnedGroup(GroupId(*id), tuple(missing)) for id, missing in answer["returned"]),
             owed=tuple(GroupId(*id) for id in answer["owed"]),
             failures_by_row=dict(answer["failures_by_row"]),
+            staleness_bound=answer["staleness_bound"],
         )
 
     async def restart(self, groups: Sequence[Dispatch]) -> None:
@@ -124,8 +127,8 @@ def ledger_handlers(ledger: LedgerClient, counts: Callable[[], Mapping[str, Any]
     def end(ends: list[Any]) -> Awaitable[None]:
         return ledger.end(_unpack_ends(ends))
 
-    def finish_step(step: int, version: int, ends: list[Any]) -> Awaitable[None]:
-        return ledger.finish_step(StepRecord(step, version, _unpack_ends(ends)))
+    def finish_step(step: int, version: int, ends: list[Any], staleness_bound: int | None) -> Awaitable[None]:
+        return ledger.finish_step(StepRecord(step, version, _unpack_ends(ends), staleness_bound))
 
     async def watch(since: int, wait: float) -> dict[str, Any]:
         events = await ledger.watch(since, wait)
@@ -135,6 +138,7 @@ def ledger_handlers(ledger: LedgerClient, counts: Callable[[], Mapping[str, Any]
             "finished_steps": events.finished_steps,
             "training_done": events.training_done,
             "final_version": events.final_version,
+            "staleness_bound": events.staleness_bound,
         }
 
     async def resume_rollouter() -> dict[str, Any]:
@@ -148,6 +152,7 @@ def ledger_handlers(ledger: LedgerClient, counts: Callable[[], Mapping[str, Any]
             "returned": [[list(group.id), list(group.missing)] for group in resumption.returned],
             "owed": [list(id) for id in resumption.owed],
             "failures_by_row": [list(item) for item in resumption.failures_by_row.items()],
+            "staleness_bound": resumption.staleness_bound,
         }
 
     async def live() -> list[Any]:

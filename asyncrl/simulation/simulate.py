@@ -31,6 +31,7 @@ from asyncrl.protocols import (
     GenerateRequest,
     MemberRequest,
     PromptCursor,
+    StepOutcome,
     StepRecord,
     TrainBatch,
     TrainingEngine,
@@ -66,9 +67,10 @@ class World:
     """How fast the simulated machines are, and what they answer. Seconds are virtual.
 
     num_tokens: length of an answer; failure: why a member cannot be generated, or None; reward: a sample's score, None for a
-    failed one; judge: what the teacher says of one, in a run that has a teacher, after `judge_seconds`; lag(server, version):
-    from publication to confirmation; workers: reward workers; lethal: whether a sample kills its worker, which is back after
-    `back_after`; losses: who dies when; call_seconds: a call of one that may die to the ledger takes so long, and its answer too.
+    failed one; judge: what the teacher says of one, in a run that has a teacher, after `judge_seconds`; outcome: what a step
+    reports, None for one whose every update is made; lag(server, version): from publication to confirmation; workers: reward
+    workers; lethal: whether a sample kills its worker, which is back after `back_after`; losses: who dies when; call_seconds: a
+    call of one that may die to the ledger takes so long, and its answer too.
     """
 
     token_seconds: float = 0.01
@@ -80,6 +82,7 @@ class World:
     judge: Judge = by_the_tokens
     judge_seconds: float = 0.01
     step_seconds: Callable[[TrainBatch], float] = lambda batch: 0.5
+    outcome: Callable[[TrainBatch], StepOutcome] | None = None
     lag: Callable[[str, int], float] = lambda server, version: 0.05
     servers: tuple[str, ...] = ("inference/0",)
     workers: int = 1
@@ -212,7 +215,7 @@ class _Run:
         self._teacher = FakeTeacher(world.judge, seconds=world.judge_seconds)
         self.sync = SimulatedSync(self.clock, servers=world.servers, lag=world.lag, on_commit=self._committed)
         blocking = VirtualBlocking()
-        self.trainer_engine = FakeTrainingEngine(blocking, step_seconds=world.step_seconds)
+        self.trainer_engine = FakeTrainingEngine(blocking, step_seconds=world.step_seconds, outcome=world.outcome)
         self.workers = Workers(
             world.workers,
             front=lambda: self.front.service if self.front.is_up else None,
@@ -382,7 +385,7 @@ class _Run:
         training, attempts = self.config.training, self.ledger.attempts
         for group in groups:
             last_step = min(
-                (group.start_version + 1 + self.config.rollout.max_staleness) * training.publish_every, training.steps
+                (group.start_version + 1 + self.config.rollout.staleness_limit) * training.publish_every, training.steps
             )
             live = len(attempts.live())
             allowed = (last_step - attempts.finished_steps) * training.groups_per_step

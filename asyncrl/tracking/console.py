@@ -26,7 +26,8 @@ UNSCORED = "scoring/failed"
 
 
 class ConsoleProgress:
-    """steps: `training.steps`; bound: `rollout.max_staleness`. The trainer's records move the line, the others fill it in."""
+    """steps: `training.steps`; bound: no token older than that many versions trains. The trainer's records move the line, the
+    others fill it in."""
 
     def __init__(self, stream: TextIO, *, steps: int, bound: int, now: Callable[[], float] = time.monotonic):
         self._stream, self._steps, self._bound, self._now = stream, steps, bound, now

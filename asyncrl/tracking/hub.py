@@ -60,7 +60,7 @@ class Hub:
 def make_hub(config: Config, run_dir: Path, *, show_progress: bool, mlflow_run_id: str | None = None) -> Hub:
     """MLflow as `tracking.mlflow` says, and progress on standard output. mlflow_run_id: of a run that goes on."""
     console = (
-        ConsoleProgress(sys.stdout, steps=config.training.steps, bound=config.rollout.max_staleness) if show_progress else None
+        ConsoleProgress(sys.stdout, steps=config.training.steps, bound=config.rollout.staleness_limit) if show_progress else None
     )
     mlflow = None
     if config.tracking.mlflow is not None:

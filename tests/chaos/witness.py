@@ -95,6 +95,6 @@ def _token_versions(run_dir: Path, config: Config) -> list[str]:
         version, due, trained = line["version"], (line["step"] - 1) // config.training.publish_every, line["token_versions"]
         if version != due:
             found.append(f"step {line['step']} began at version {version}, due is {due}")
-        if trained is not None and version - trained["min"] > config.rollout.max_staleness:
+        if trained is not None and version - trained["min"] > config.rollout.staleness_limit:
             found.append(f"step {line['step']}, version {version}: a token of version {trained['min']} is past the bound")
     return found[:SHOWN]

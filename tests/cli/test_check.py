@@ -19,6 +19,20 @@ def test_the_quickstart_is_fine() -> None:
     assert asyncrl("check", QUICKSTART, "--json").json["ok"] is True
 
 
+def test_a_preset_is_shown_as_what_it_sets(tmp_path: Path) -> None:
+    lines = QUICKSTART.read_text().splitlines(keepends=True)
+    left = "".join(line for line in lines if not line.strip().startswith(("max_staleness:", "on_stale:")))
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(left.replace("rollout:\n", "rollout:\n  preset: one_step_off\n"))
+    for told in (asyncrl("check", file, "--json").json, asyncrl("launch", file, "--dry-run", "--json").json):
+        rollout = told["config"]["rollout"]
+        assert (rollout["preset"], rollout["max_staleness"], rollout["on_stale"]) == ("one_step_off", 1, "wait")
+    assert "at most 1 version, on_stale wait, preset one_step_off" in asyncrl("launch", file, "--dry-run").out
+    refused = asyncrl("check", file, "--set", "rollout.max_staleness=2")
+    assert refused.code == 2
+    assert "rollout.max_staleness is 2, but rollout.preset one_step_off sets it to 1" in refused.err
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [

@@ -105,6 +105,22 @@ def test_the_next_try_is_one_that_is_not_refused(fake_launch: Any, tmp_path: Pat
     Pipeline.from_yaml(QUICKSTART, [*asked, *overrides])
 
 
+def test_the_next_try_after_a_preset_leaves_the_preset(fake_launch: Any, tmp_path: Path) -> None:
+    fake_launch()
+    asked = ["rollout.max_staleness=1", "rollout.on_stale=wait", "rollout.preset=one_step_off"]
+    said = asyncrl("launch", QUICKSTART, *(word for override in asked for word in ("--set", override))).out
+    command = next(line for line in said.splitlines() if "asyncrl launch" in line).split("   ")[0].split()[2:]
+    overrides = [word for word in command if "=" in word]
+    assert overrides == ["rollout.preset=null", "rollout.max_staleness=0"]
+    Pipeline.from_yaml(QUICKSTART, [*asked, *overrides])
+
+
+def test_an_adapted_bound_is_summed_up(fake_launch: Any) -> None:
+    fake_launch(staleness={"bound": 8, "max": 5, "mean": 1.5, "bound_mean": 2.7, "bound_last": 3})
+    said = asyncrl("launch", QUICKSTART).out
+    assert "most 5 of the 8 versions allowed; the bound was 2.7 on average, 3 at the end" in said
+
+
 def test_figures_that_mlflow_did_not_take_are_spoken_of(fake_launch: Any, tmp_path: Path) -> None:
     (tmp_path / "mlflow_spool.jsonl").write_text("")
     fake_launch(status="failed", error="x")

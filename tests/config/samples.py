@@ -75,7 +75,7 @@ def wrong_values(node: Node) -> list[Any]:
     if node.models:
         return [1, 2.5, True, [1]] + ([] if node.is_entry else ["text"]) + ([] if nullable else [None])
     if names_of(node):
-        return [1, 2.5, True, [1], {"a": 1}, "no_such_name", None]
+        return [1, 2.5, True, [1], {"a": 1}, "no_such_name"] + ([] if nullable else [None])
     wrong: list[Any] = [[1], {"a": 1}]
     if not nullable:
         wrong.append(None)

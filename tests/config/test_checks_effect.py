@@ -91,7 +91,7 @@ def test_every_metric_of_an_evaluation_and_of_a_steps_figures_may_choose_the_bes
     numbers = {f"eval/{name}" for name, value in vars(record).items() if isinstance(value, int | float) and name != "step"}
     assert numbers == set(EVAL_METRICS)
     tokens = figures.TrainedTokens(1, 1, (0, 0), 0, 0, (1,))
-    assert {name.partition("/")[0] for name in figures.staleness_metrics(tokens)} <= set(STEP_METRICS)
+    assert {name.partition("/")[0] for name in figures.staleness_metrics(tokens, figures.StepsOfAge(1, 0))} <= set(STEP_METRICS)
 
 
 def test_parameters_of_the_algorithm_that_change_nothing_are_said() -> None:

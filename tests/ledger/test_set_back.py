@@ -39,13 +39,13 @@ class World:
         attempts = self.writer.attempts
         made(attempts.dispatch([Dispatch(id_of(row), 0) for row in range(10)], self.cursor(10)))
         made(attempts.queue([id_of(row) for row in (*range(7), 8)]))
-        made(attempts.finish_step(StepRecord(1, 0, (End(id_of(0), "trained"), End(id_of(1), "trained")))))
+        made(attempts.finish_step(StepRecord(1, 0, (End(id_of(0), "trained"), End(id_of(1), "trained")), staleness_bound=2)))
         self.at_step_1 = samples(attempts)
         made(attempts.end([End(id_of(5), "expired", "stale", reissue=True), End(id_of(6), "expired", "stale")]))
         made(attempts.end([End(id_of(7), "failed", "too few scored: 1 of 2")]))
         made(attempts.dispatch([Dispatch(id_of(10), 1)], self.cursor(11)))
         ends = (End(id_of(2), "trained"), End(id_of(3), "filtered", "zero variance"), End(id_of(4), "failed", "non-finite loss"))
-        made(attempts.finish_step(StepRecord(2, 1, ends)))
+        made(attempts.finish_step(StepRecord(2, 1, ends, staleness_bound=3)))
         self.writer.flush()
 
     @staticmethod
@@ -92,6 +92,13 @@ def test_without_the_queue_the_ledger_is_what_it_was_and_everything_live_is_retu
     assert attempts.returned() == [id_of(row) for row in range(2, 10)]
     assert (attempts.cursor, attempts.owed()) == (world.cursor(10), [])
     assert attempts.state(id_of(10)) == "unknown"
+
+
+@pytest.mark.parametrize(("step", "bound"), [(2, 3), (1, 2), (0, None)])
+def test_the_staleness_bound_is_what_it_was(world, step, bound):
+    assert replay(read_ledger(world.path)).staleness_bound == 3
+    world.writer.set_back(step, 1, HEAD, held())
+    assert world.writer.attempts.staleness_bound == bound
 
 
 def test_back_to_the_beginning(world):

@@ -201,14 +201,15 @@ class Bench:
         sent = self.sender.by_group()
         return [id for id in self.dispatched if len(sent[id]) == self.config.members_per_group]
 
-    async def take_step(self, groups=None, *, state="trained", reissue=False) -> None:
-        """The trainer finishes a step with these groups (default: the oldest whole ones), and the servers confirm its version."""
+    async def take_step(self, groups=None, *, state="trained", reissue=False, bound=None) -> None:
+        """The trainer finishes a step with these groups (default: the oldest whole ones), and the servers confirm its version.
+        bound: what it says of the staleness bound."""
         groups = groups if groups is not None else self.whole_groups()[: self.config.training.groups_per_step]
         self.ledger.queue(groups)
         self.step += 1
         ends = tuple(End(id, state, "", reissue) for id in groups)
         version = (self.step - 1) // self.config.training.publish_every
-        await self.ledger.finish_step(StepRecord(self.step, version, ends))
+        await self.ledger.finish_step(StepRecord(self.step, version, ends, bound))
         self.fleet.show(self.step // self.config.training.publish_every)
 
     async def train_to_the_end(self) -> None:

@@ -89,6 +89,17 @@ async def test_a_waiting_watch_wakes_when_something_happens(ledger):
         assert (await watch).finished_steps == 1
 
 
+async def test_the_staleness_bound_is_that_of_the_last_step_whoever_asks(ledger):
+    client, local = ledger
+    await queued(client, local, 1, 2)
+    assert (await client.resume_rollouter()).staleness_bound is None
+    await client.finish_step(StepRecord(1, 0, (End(id_of(1), "trained"),), staleness_bound=3))
+    assert (await client.watch(0, timeout=60)).staleness_bound == 3
+    await client.finish_step(StepRecord(2, 0, (End(id_of(2), "trained"),), staleness_bound=4))
+    assert (await client.watch(0, timeout=60)).staleness_bound == 4
+    assert (await client.resume_rollouter()).staleness_bound == 4
+
+
 async def test_a_watch_returns_with_nothing_when_its_time_has_passed(ledger):
     client, _ = ledger
     events = await client.watch(0, timeout=0.01)

@@ -46,6 +46,20 @@ async def test_generation_runs_ahead_by_exactly_the_staleness_bound():
 
 
 @in_virtual_time
+async def test_an_adapted_bound_is_the_one_that_the_trainer_said_with_its_last_step():
+    """η from 1 to 2 lets 4 groups more live; back to 1, what is live stays, and nothing starts until a step has made room."""
+    async with Bench(make_config(rollout={"max_staleness": "auto", "staleness_ceiling": 4})) as bench:
+        bench.fleet.show(0)
+        live = []
+        for said in (None, 2, 2, 1, 1):
+            await bench.settle()
+            live.append(len(bench.dispatched))
+            await bench.take_step(bound=said)
+        assert live == [8, 8, 12, 12, 8]
+        assert bench.rollouter.status()["staleness_bound"] == 1
+
+
+@in_virtual_time
 async def test_a_version_that_the_servers_do_not_confirm_holds_generation_back():
     async with Bench(make_config()) as bench:
         bench.fleet.show(0)

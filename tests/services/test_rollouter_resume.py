@@ -52,6 +52,20 @@ async def test_only_what_is_missing_is_generated_again_first_in_line_and_with_th
 
 
 @in_virtual_time
+async def test_a_restart_takes_the_adapted_bound_from_the_ledger():
+    async with Bench(make_config(rollout={"max_staleness": "auto"})) as bench:
+        bench.fleet.show(0)
+        await bench.settle()
+        await bench.take_step(bound=3)
+        await bench.settle()
+        await bench.lose()
+        await bench.restart()
+        await bench.settle()
+        assert bench.rollouter.status()["staleness_bound"] == 3
+        assert len(bench.dispatched) == 16
+
+
+@in_virtual_time
 async def test_a_restart_counts_what_is_live_and_passes_admission_again_for_what_is_lost():
     async with Bench(make_config(), engine=SLOW) as bench:
         bench.fleet.show(0)

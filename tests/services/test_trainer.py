@@ -284,7 +284,9 @@ def test_the_summary_speaks_of_trained_tokens_only(tmp_path):
         summary = world.service.summary()
         assert summary["steps"] == summary["policy_version"] == 2
         assert summary["reward"] == {"first": 0.75, "last": 0.75}
-        assert summary["staleness"] == {"bound": 1, "max": 0, "mean": 0.0}
+        assert summary["staleness"] == {
+            "bound": 1, "bound_mean": 1.0, "bound_last": 1, "max": 0, "mean": 0.0, "steps_max": 0, "steps_mean": 0.0,
+        }  # fmt: skip
         assert summary["trajectories"] == {"trained": 2}
         assert summary["tokens"] == {"trained": 2}
         assert 0 <= summary["idle"]["trainer"] <= 1

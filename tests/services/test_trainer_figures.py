@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.services.trainer.figures import (
     Measure,
+    StepsOfAge,
     drop_bias,
     ends_of_reward_curve,
     response_metrics,
@@ -25,12 +26,22 @@ def test_trained_tokens_are_those_left_in_the_loss_mask():
     group = replace(scored(0, rewards=(0, 1, 1), versions=(2, 5, 6)), loss_mask=np.array([False, True, True]))
     tokens = trained_tokens([group], version=6)
     assert (tokens.tokens, tokens.trajectories, tokens.versions) == (2, 2, (5, 6))
-    assert staleness_metrics(tokens) == {
+    assert staleness_metrics(tokens, StepsOfAge(publish_every=1, since_version=0)) == {
         "staleness/mean": 0.5,
         "staleness/max": 1.0,
+        "staleness/steps_mean": 0.5,
+        "staleness/steps_max": 1.0,
         "staleness/share_0": 0.5,
         "staleness/share_1": 0.5,
     }
+
+
+def test_staleness_in_steps_counts_those_since_the_tokens_version_was_made():
+    """A version every 3 steps: step 9 begins with 8 finished, at version 2, which was made by step 6."""
+    tokens = trained_tokens([scored(0, versions=(0, 2))], version=2)
+    metrics = staleness_metrics(tokens, StepsOfAge.at(8, publish_every=3))
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2.0)
+    assert (metrics["staleness/steps_mean"], metrics["staleness/steps_max"]) == (((8 - 0) + (8 - 6)) / 2, 8.0)
 
 
 def test_a_newer_token_counts_as_staleness_zero():
@@ -41,7 +52,7 @@ def test_no_group_and_no_token_have_no_versions():
     masked = replace(scored(0), loss_mask=np.zeros(2, bool))
     for groups in ([], [masked]):
         tokens = trained_tokens(groups, version=3)
-        assert (tokens.tokens, tokens.versions, staleness_metrics(tokens)) == (0, None, {})
+        assert (tokens.tokens, tokens.versions, staleness_metrics(tokens, StepsOfAge(1, 0))) == (0, None, {})
 
 
 def test_rewards_are_over_scored_members_of_all_groups():

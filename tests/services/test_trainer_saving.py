@@ -13,7 +13,8 @@ import pytest
 
 from asyncrl.checkpoint import Checkpoints
 from asyncrl.errors import CheckpointError, LedgerError
-from asyncrl.services.trainer.figures import trained_tokens
+from asyncrl.protocols import StepOutcome
+from asyncrl.services.trainer.figures import StepsOfAge, trained_tokens
 from asyncrl.services.trainer.tally import Tally
 from asyncrl.simulation.loop import VirtualClock
 from tests.services.trainer_world import TrainerWorld, scored, virtual
@@ -291,6 +292,40 @@ def test_a_resumed_trainer_goes_on_from_the_checkpoints_step_as_if_nothing_had_h
     assert steps_saved(tmp_path / "torn") == [4, 6]
 
 
+def test_an_adaptive_bound_goes_on_within_its_window_of_steps(tmp_path):
+    """Four of the five steps that are judged together were made before the checkpoint, the fifth after it."""
+
+    def adaptive(**options):
+        world = world_of(tmp_path, steps=6, rollout={"max_staleness": "auto"}, checkpoint={"every": 4}, **options)
+        world.engine.outcome = lambda batch: StepOutcome(1, 0, {"correction/effective_sample_size": 0.95})
+        return world
+
+    async def arriving(world, rows):
+        for row in rows:
+            await world.arrive(scored(row))
+            await asyncio.sleep(10)
+
+    async def story():
+        first = adaptive()
+        running = asyncio.create_task(first.run())
+        await arriving(first, range(4))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        info = Checkpoints(tmp_path).newest_complete()
+        assert info.state["staleness_bound"]["adaptive"]["steps"] == 4
+        second = adaptive(resume=info)
+        second.ledger.attempts.finished_steps = 4
+        running = asyncio.create_task(second.run())
+        await arriving(second, (4, 5))
+        await running
+        assert second.ledger.attempts.staleness_bound == 2
+        assert [row["staleness/bound"] for row in second.lines("metrics")] == [1, 1, 1, 1, 1, 2]
+        told = second.service.summary()["staleness"]
+        assert (told["bound_mean"], told["bound_last"]) == (pytest.approx(7 / 6), 2)
+
+    virtual(story())
+
+
 def test_checkpoints_after_the_one_that_is_resumed_are_of_another_future(tmp_path):
     async def story():
         await trained(world_of(tmp_path, steps=6), range(6))
@@ -344,12 +379,12 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_the_run_by_name(tmp_path):
 def test_totals_go_on_in_a_later_start_idleness_too(tmp_path):
     async def story():
         clock = VirtualClock()
-        first, second = Tally(clock, 2), Tally(clock, 2)
+        first, second = Tally(clock), Tally(clock)
         first.begin_step()
         with first.meter.waiting("scored groups"):
             await asyncio.sleep(3)
         await asyncio.sleep(1)
-        first.add(trained_tokens([scored(0)], 1), 0.5, failed=False)
+        first.add(trained_tokens([scored(0)], 1), StepsOfAge(2, 1), 0.5, failed=False)
         second.restore(json.loads(json.dumps(first.state())))
         assert second.summary() == {**first.summary(), "first_step_time": None}
         await asyncio.sleep(100)  # between two starts nothing counts

@@ -337,7 +337,7 @@ class FsdpEngine:
         reshard(self._policy)
 
     def _backward(self, work: StepWork, plan: UpdatePlan) -> list[MicroSums]:
-        levels = self._config.rollout.max_staleness + 1
+        levels = self._config.rollout.staleness_limit + 1
         sums = []
         for micro_batch in plan.micro_batches:
             micro = view(work, micro_batch, self._device)

@@ -24,11 +24,13 @@ from asyncrl.services.rollouter.quarantine import Sickbay
 
 
 class Standing(NamedTuple):
-    """is_open: groups may start at all; confirmed: the version that every server taking traffic has, None where none does."""
+    """is_open: groups may start at all; confirmed: the version that every server taking traffic has, None where none does;
+    staleness_bound: η now."""
 
     is_open: bool
     confirmed: int | None
     finished_steps: int
+    staleness_bound: int
 
 
 class Admission:
@@ -83,7 +85,7 @@ class Admission:
             return 0
         return may_start(
             now.confirmed,
-            config.rollout.max_staleness,
+            now.staleness_bound,
             config.training.publish_every,
             now.finished_steps,
             config.training.steps,

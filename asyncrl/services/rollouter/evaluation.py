@@ -159,7 +159,7 @@ class Evaluator:
             await self._pulse.wait(LOOK_AGAIN_SECONDS)
             if self._clock.now() >= warn_at:
                 rollout, training = self._config.rollout, self._config.training
-                groups = (rollout.max_staleness + 1) * training.publish_every * training.groups_per_step
+                groups = (rollout.staleness_limit + 1) * training.publish_every * training.groups_per_step
                 log.warning(
                     "an evaluation has waited %.0f s for places that rollouts leave free: rollout.max_concurrent is %d and "
                     "rollouts may want %d, raise it above that",

@@ -15,7 +15,8 @@ evaluate      held-out prompts           eval.every steps, then free places     
 report        figures                    a second                                       the clock
 
 Invariant: a group generates only after its dispatch stands in the ledger, and `live < ((min(v + 1 + η)·P, steps) − b)·G`
-held when it was dispatched, or, for one that is generated again, when it was restarted.
+held when it was dispatched, or, for one that is generated again, when it was restarted. Where η is adapted, it is the one that
+stands in the ledger beside b; when it narrows, what is live stays, and nothing starts until it has room again.
 
 A start asks the ledger where the run stands; the first of a run finds nothing there, one in a lost rollouter's place goes on.
 """
@@ -134,6 +135,7 @@ class Rollouter:
         return {
             "state": self._state,
             "version": self._confirmed,
+            "staleness_bound": self._staleness_bound,
             "waiting_for": self._why_waiting() if self._state == "generating" else None,
             "live_groups": self._groups.live,
             "groups_in_flight": self._groups.num_in_flight,
@@ -170,7 +172,11 @@ class Rollouter:
 
     def _standing(self) -> Standing:
         is_open = self._state == "generating" and not self._over and not self._outbox.closed
-        return Standing(is_open, self._confirmed, self._events.finished_steps)
+        return Standing(is_open, self._confirmed, self._events.finished_steps, self._staleness_bound)
+
+    @property
+    def _staleness_bound(self) -> int:
+        return self._config.rollout.staleness_bound(self._events.staleness_bound)
 
     async def _abort_what_is_left(self) -> None:
         """At a normal end nothing is. The ledger ends what is live when training does, and keeps it as in flight after a stop."""
@@ -256,7 +262,8 @@ class Rollouter:
         """Go on where the run stands. Raises UserError for other data than before, LedgerError, DeadlineExceeded."""
         self._state = "resuming"
         found = await self._parts.ledger.resume_rollouter()
-        self._events = LedgerEvents(found.seq, (), found.finished_steps, found.final_version is not None, found.final_version)
+        over = found.final_version is not None
+        self._events = LedgerEvents(found.seq, (), found.finished_steps, over, found.final_version, found.staleness_bound)
         self._source = self._parts.open_source(found.cursor)
         self._groups.restore(found.live, found.returned, found.owed)
         rollout, run_dir = self._config.rollout, self._parts.run_dir

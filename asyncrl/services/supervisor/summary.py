@@ -10,6 +10,7 @@ from asyncrl.config.schema import Config
 from asyncrl.services.supervisor.runtime import Resume
 
 Status = Literal["finished", "failed", "interrupted"]
+STALENESS = ("max", "mean", "steps_max", "steps_mean", "bound_mean", "bound_last")
 
 
 def empty_summary(config: Config) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def empty_summary(config: Config) -> dict[str, Any]:
         "first_step_s": None,
         "reward": {"first": None, "last": None},
         "eval": {"first": None, "last": None},
-        "staleness": {"bound": config.rollout.max_staleness, "max": None, "mean": None},
+        "staleness": {"bound": config.rollout.staleness_limit, **dict.fromkeys(STALENESS)},
         "samples": {**dict.fromkeys(ends, 0), "reasons": {}},
         "trajectories": {"generated": 0, "trained": 0, "failed": 0},
         "tokens": {"generated": 0, "trained": 0},

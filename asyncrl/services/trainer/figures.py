@@ -25,6 +25,22 @@ class TrainedTokens:
     by_staleness: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class StepsOfAge:
+    """Staleness in versions, told in steps: those made since the token's version. A version is as many steps as publish_every
+    says, and `since_version` of them were finished since the newest one when the step began."""
+
+    publish_every: int
+    since_version: int
+
+    @classmethod
+    def at(cls, finished_steps: int, publish_every: int) -> StepsOfAge:
+        return cls(publish_every, finished_steps % publish_every)
+
+    def of(self, staleness: float) -> float:
+        return float(staleness * self.publish_every + self.since_version)
+
+
 NOTHING = TrainedTokens(0, 0, None, 0, None, ())
 
 
@@ -49,13 +65,19 @@ def trained_tokens(groups: Sequence[ScoredGroup], version: int) -> TrainedTokens
     )
 
 
-def staleness_metrics(trained: TrainedTokens) -> dict[str, float]:
-    """staleness/mean, staleness/max, and staleness/share_N of the trained tokens."""
+def staleness_metrics(trained: TrainedTokens, ages: StepsOfAge) -> dict[str, float]:
+    """Of the trained tokens: staleness/mean and /max in versions, /steps_mean and /steps_max in steps, and staleness/share_N."""
     if not trained.tokens or trained.staleness_max is None:
         return {}
     shares = {f"staleness/share_{level}": count / trained.tokens for level, count in enumerate(trained.by_staleness)}
     mean = trained.staleness_sum / trained.tokens
-    return {"staleness/mean": mean, "staleness/max": float(trained.staleness_max), **shares}
+    return {
+        "staleness/mean": mean,
+        "staleness/max": float(trained.staleness_max),
+        "staleness/steps_mean": ages.of(mean),
+        "staleness/steps_max": ages.of(trained.staleness_max),
+        **shares,
+    }
 
 
 def reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from asyncrl.protocols import End
 from asyncrl.scheduling.selection import Candidate, Leaving, Selector, candidate_of
 from asyncrl.services.trainer.figures import Measure
 from asyncrl.services.trainer.parts import LeaderParts
+from asyncrl.services.trainer.tally import WAITING_FOR_DATA
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Intake:
                 return Taken(tuple((candidate, self._held.pop(candidate.id)) for candidate in decision.taken), left, expired)
             if self._closed:
                 return None
-            reason = "an older group" if decision.out_of_order else "scored groups"
+            reason = "an older group" if decision.out_of_order else WAITING_FOR_DATA
             if await self._receive(reason):
                 heard = self._clock.now()
             elif self._clock.now() - heard > self._data_timeout_seconds:

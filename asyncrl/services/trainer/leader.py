@@ -18,6 +18,7 @@ from asyncrl.scheduling.learning_rate import learning_rate
 from asyncrl.scheduling.minibatches import batch_order, cut_minibatches
 from asyncrl.scheduling.selection import Candidate, SelectionRules, Selector, narrow, split_filtered
 from asyncrl.services.trainer import figures
+from asyncrl.services.trainer.bound import StalenessBound
 from asyncrl.services.trainer.health import Health
 from asyncrl.services.trainer.intake import Intake, Taken
 from asyncrl.services.trainer.parts import RunBlocking, TrainerParts
@@ -59,7 +60,7 @@ class Leader:
         self._config, self._clock, self._stopping = config, clock, stopping
         self._parts, self._publisher, self._run_blocking = parts.leader, parts.publisher, run_blocking
         self._rules = selection_rules(config)
-        self._tally = Tally(clock, config.rollout.max_staleness)
+        self._tally, self._bound = Tally(clock), StalenessBound(config)
         self._incarnation, self._resume = incarnation, resume
         self._ranks = Ranks(engine, parts.publisher, run_blocking)
         self.finished_steps = resume.step if resume else 0
@@ -75,6 +76,7 @@ class Leader:
         )
         if resume is not None:
             self._tally.restore(resume.state["tally"])
+            self._bound.restore(resume.state["staleness_bound"])
         self._intake = Intake(
             Selector(self._rules),
             parts.leader,
@@ -140,12 +142,14 @@ class Leader:
         failed = outcome.bad_updates > 0 and outcome.updates == 0
         trained = [] if failed else batch
         tokens = figures.trained_tokens(trained, version)
+        ages = figures.StepsOfAge.at(self.finished_steps, self._rules.publish_every)
         metrics = {
             **figures.reward_metrics([group for _, group in taken.groups]),
             **figures.greedy_metrics([group for _, group in taken.groups], version),
             **figures.teacher_metrics([group for _, group in taken.groups]),
             **figures.response_metrics([group for _, group in taken.groups]),
-            **figures.staleness_metrics(tokens),
+            **figures.staleness_metrics(tokens, ages),
+            "staleness/bound": float(self._bound.now),
             **figures.drop_bias(figures.Measure.of([group for _, group in taken.groups]), taken.expired),
             **outcome.metrics,
             **self._group_metrics(taken, len(batch), len(filtered), failed),
@@ -157,10 +161,11 @@ class Leader:
         self._records.samples(step, trained, [group for _, group in taken.groups])
         self._records.batch(step, version, trained, tokens)
         self._records.metrics(step, version, metrics)
+        self._bound.after_step(step, metrics)
         await self._record_step(step, version, trains, filtered, failed)
         self._parts.tracker.log("trainer", step, {"step": float(step), "version": float(version), **metrics})
         log.info("step %d: %d of %d groups trained at version %d", step, len(trained), len(taken.groups), version)
-        self._tally.add(tokens, metrics.get("reward/mean"), failed=failed)
+        self._tally.add(tokens, ages, metrics.get("reward/mean"), failed=failed)
         self._metrics = metrics
         self._health.judge(step, metrics)
         self._check_bad_steps(outcome, failed)
@@ -179,7 +184,7 @@ class Leader:
         ends = [End(each.id, "failed", NON_FINITE) if failed else End(each.id, "trained") for each in trains]
         ends += [End(each.id, "filtered", reason) for each, reason in filtered]
         with self._tally.meter.waiting("ledger"):
-            await self._parts.ledger.finish_step(StepRecord(step, version, tuple(ends)))
+            await self._parts.ledger.finish_step(StepRecord(step, version, tuple(ends), self._bound.to_tell))
         self.finished_steps = step
         self._in_step = ()
 
@@ -264,6 +269,7 @@ class Leader:
             "wall_s": round(self._clock.wall() - self._began_wall, 3),
             "config": self._config.to_mapping(),
             "tally": self._tally.state(),
+            "staleness_bound": self._bound.state(),
         }
 
     def held(self) -> list[GroupId]:
@@ -277,6 +283,7 @@ class Leader:
             "state": self.state,
             "version": self.version,
             "step": self.finished_steps,
+            "staleness_bound": self._bound.now,
             "bad_steps": self._tally.bad_steps,
             "health": self._health.lines,
             **self._saving.status(),
@@ -284,8 +291,10 @@ class Leader:
 
     def summary(self) -> dict[str, Any]:
         saved = self._saving.status()
+        totals = self._tally.summary()
+        totals["staleness"] |= self._bound.summary()
         checkpoints = {"checkpoints": saved} if saved else {}
-        return {"steps": self.finished_steps, "policy_version": self.version or 0, **checkpoints, **self._tally.summary()}
+        return {"steps": self.finished_steps, "policy_version": self.version or 0, **checkpoints, **totals}
 
     def _learning_rate(self, step: int) -> float:
         training = self._config.training
@@ -314,7 +323,7 @@ def selection_rules(config: Config) -> SelectionRules:
     return SelectionRules(
         groups_per_step=config.training.groups_per_step,
         publish_every=config.training.publish_every,
-        max_staleness=config.rollout.max_staleness,
+        max_staleness=config.rollout.staleness_limit,
         on_stale=config.rollout.on_stale,
         filter=config.training.filter,
         max_refill_factor=config.training.max_refill_factor,
