@@ -48,6 +48,12 @@ RULES = (
         high=0.5,
     ),
     Rule(
+        "correction/vetoed",
+        "of the tokens are dropped by the veto",
+        "lower its bound algorithm.correction.veto, rollout.max_staleness or training.learning_rate",
+        high=0.5,
+    ),
+    Rule(
         "kl/mean",
         "nats per token lie between the policy and its reference",
         "the policy runs away from it: raise algorithm.kl.coefficient (or let it adapt), or lower training.learning_rate",
@@ -56,7 +62,7 @@ RULES = (
     Rule(
         "policy/entropy",
         "nats of entropy are left, a small part of what there was at first",
-        "the policy no longer explores: raise rollout.temperature, or lower training.learning_rate",
+        "the policy no longer explores: raise rollout.temperature or algorithm.entropy_coefficient, or lower the learning rate",
         low=0.05,
         first_share=True,
     ),
