@@ -7,6 +7,8 @@ import contextlib
 import json
 import signal
 import subprocess
+import urllib.error
+import urllib.request
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -204,3 +206,24 @@ def test_a_run_goes_on_when_the_process_that_owns_a_server_is_killed(tmp_path):
     assert run.command("audit").returncode == 0
     until(lambda: leftovers(run.run_dir) == [], 10, "a clean end")
     assert bearing_a_mark(tmp_path) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_beyond_loopback_a_server_answers_the_run_alone(tmp_path):
+    """HTTP with the run's token, weights under the run's keys."""
+    run = launched(tmp_path, *SHORT, "training.steps=100000", "cluster.bind_address=0.0.0.0")
+    try:
+        run.until_step(5, 200)
+        [server] = json.loads(run.command("servers list", "--json").stdout)["servers"]
+        assert "127.0.0.1" not in server["url"]
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{server['url']}/model_info", timeout=10)
+        assert refused.value.code == 401
+        assert run.command("stop").returncode == 0
+        assert run.wait(60) == 130, run.text
+    finally:
+        end(run)
+    assert run.summary["sync"]["verified"] is True
+    assert run.summary["staleness"]["max"] >= 1, "new versions came through"
+    assert run.command("audit").returncode == 0
