@@ -240,6 +240,14 @@ def test_at_the_first_step_there_is_no_divergence_and_it_changes_nothing(model, 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("changed", [{"dtype": "bfloat16"}, {"gradient_checkpointing": True}])
+def test_nor_is_there_one_in_another_precision_or_with_recomputed_activations(model, changed):
+    with engine_of_one_rank(model, config(model=changed, algorithm={"kl": KL})) as engine:
+        told = [figures(engine.train(batch())) for _ in range(2)]
+    assert told[0]["kl/mean"] == 0.0
+    assert told[1]["kl/mean"] > 1e-4
+
+
 # ---- the reference itself --------------------------------------------------------------------------------------
 
 

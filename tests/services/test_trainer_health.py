@@ -43,6 +43,11 @@ def test_it_is_sound_again_only_well_inside(caplog):
     assert "in its sane range again" in caplog.records[-1].message
 
 
+def test_a_policy_that_runs_away_from_its_reference_is_said():
+    assert judged([0.02] * 30, "kl/mean")[-1] == []
+    assert "raise algorithm.kl.coefficient" in judged([0.02] * 30 + [3.0] * 30, "kl/mean")[-1][0]
+
+
 def test_entropy_is_judged_against_that_of_the_first_steps():
     assert judged([2.0] * 10 + [0.2] * 100, "policy/entropy")[-1] == []
     assert "entropy" in judged([2.0] * 10 + [0.05] * 100, "policy/entropy")[-1][0]

@@ -62,7 +62,7 @@ RULES = (
     Rule(
         "policy/entropy",
         "nats of entropy are left, a small part of what there was at first",
-        "the policy no longer explores: raise rollout.temperature, or lower training.learning_rate",
+        "the policy no longer explores: raise rollout.temperature or algorithm.entropy_coefficient, or lower the learning rate",
         low=0.05,
         first_share=True,
     ),
