@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.words import print_json, table
-from asyncrl.config.schema import HTTP_PATTERN, TCP_PATTERN
+from asyncrl.config.section import HTTP_PATTERN, TCP_PATTERN
 from asyncrl.errors import RemoteError, RunError, TransportError, UserError
 from asyncrl.pipeline.run_folder import RunFolder
 

@@ -52,6 +52,12 @@ def check_reward(config: Config, facts: Facts) -> Iterator[Problem]:
             f"algorithm.kl is {kl.name}, whose `+` is about a gradient, and algorithm.kl.where reward takes its value alone: use "
             f"{kl.name.removesuffix('+')}, or set algorithm.kl.where to loss",
         )
+    if advantage.needs.teacher:
+        yield Problem(
+            "algorithm.kl.where",
+            f"algorithm.kl.where is reward, but {advantage.name} takes each token's advantage from the teacher, and the "
+            "divergence would not reach it: set algorithm.kl.where to loss",
+        )
     if advantage.needs.components:
         yield Problem(
             "algorithm.kl.where",

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from asyncrl.config import built
 from asyncrl.config.entries import USERS, Entry, UserFunction
-from asyncrl.config.schema import HUGE, PATTERNS
+from asyncrl.config.section import HUGE, PATTERNS
 from asyncrl.config.walk import ROOT, Node, names_of, nearest, nearest_key, node
 from asyncrl.config.yaml_text import Path
 from asyncrl.errors import Problem

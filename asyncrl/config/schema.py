@@ -8,52 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.components import component_names
-from asyncrl.config.entries import Advantage, Correction, Grpo, KlTerm, Loss, PpoClip, StalenessTis
-
-
-class Section(BaseModel):
-    """Strict (no coercion), frozen, and closed to unknown keys. Build one from YAML through `asyncrl.config.load_config`, which
-    reports every problem at once, with its line."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-HUGE = 2**31
-"""Whole numbers stay below: they are counted in arrays, in SQLite and in msgpack, whose integers end."""
-
-
-def _countable(value: int) -> int:
-    if value >= HUGE:
-        raise PydanticCustomError("huge", "too large to count")
-    return value
-
-
-Whole = Annotated[int, AfterValidator(_countable)]
-
-
-def _whole_or_auto(value: object) -> object:
-    """Judged as one, so that a wrong value is one problem, not one for each kind that it might have been."""
-    if value == "auto":
-        return value
-    if type(value) is not int or value < 0:
-        raise PydanticCustomError("whole_or_auto", "neither a whole number nor auto")
-    return _countable(value)
-
-
-WholeOrAuto = Annotated[Annotated[int, Ge(0)] | Literal["auto"], BeforeValidator(_whole_or_auto)]
-
-NAME_PATTERN, HTTP_PATTERN, TCP_PATTERN = r"^[A-Za-z0-9._-]+$", r"^http://[^/?#\s]+$", r"^tcp://[^/?#\s]+:[0-9]+$"
-PATTERNS = {
-    NAME_PATTERN: "of letters, digits, dots, dashes and underscores",
-    HTTP_PATTERN: "http://host:port",
-    TCP_PATTERN: "tcp://host:port",
-}
-"""What a text must look like, in words."""
+from asyncrl.config.section import HTTP_PATTERN, NAME_PATTERN, TCP_PATTERN, Section, Whole, WholeOrAuto
 
 
 def _sampled(value: float) -> float:
@@ -278,66 +238,6 @@ class QueueConfig(Section):
     lease_seconds: float = Field(
         30.0, gt=0, description="A consumer or producer silent for this long is taken for dead: its leases and credits return."
     )
-
-
-class CriticConfig(Section):
-    learning_rate: float = Field(
-        1.0e-5, gt=0, description="AdamW's peak learning rate of the critic; training.schedule is its too."
-    )
-    warmup_steps: Whole = Field(0, ge=0, description="First steps in which the critic learns and the policy does not.")
-    value_clip: float = Field(0.5, gt=0, description="A value moves at most this far from that before the step, for its loss.")
-    path: str | None = Field(
-        None, min_length=1, description="Model folder or hub name that the critic starts from; null: the policy's own weights."
-    )
-
-
-class TeacherConfig(Section):
-    path: str | None = Field(
-        None, min_length=1, description="Model folder or hub name that a server of the run's own serves, frozen: row teacher/0."
-    )
-    url: str | None = Field(
-        None, pattern=HTTP_PATTERN, description="HTTP address of a running SGLang server that serves the teacher."
-    )
-    timeout_seconds: float = Field(
-        60.0, gt=0, description="A response that the teacher has not judged by then is a failed sample; retries are within it."
-    )
-
-
-class ReferenceConfig(Section):
-    path: str | None = Field(
-        None, min_length=1, description="Model folder or hub name of the reference; null: the policy's own weights at the start."
-    )
-    refresh_every: Whole = Field(
-        0, ge=0, description="The policy's weights of each version that this divides become the reference; 0 never changes it."
-    )
-
-
-class AlgorithmConfig(Section):
-    advantage: Advantage = Field(default_factory=Grpo, description="Advantage estimator.")
-    loss: Loss = Field(default_factory=PpoClip, description="Policy loss.")
-    correction: Correction = Field(default_factory=StalenessTis, description="Importance correction of stale tokens.")
-    proximal: Literal["recompute", "behave", "loglinear"] = Field(
-        "recompute",
-        description="Anchor of the trust region: recomputed under the trainer's weights, the behaviour policy, or a point between it and the current one by each token's staleness (loglinear).",
-    )
-    critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic of algorithm.advantage gae.")
-    teacher: TeacherConfig = Field(
-        default_factory=TeacherConfig, description="The teacher of algorithm.advantage distillation: a path or a url."
-    )
-    kl: KlTerm = Field(
-        None, description="Divergence of the policy from a reference model, in the loss or the reward; null is off."
-    )
-    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The reference model of algorithm.kl.")
-    entropy_coefficient: float = Field(
-        0.0,
-        ge=0,
-        description="c: the loss gets −c times the policy's entropy of each token, in nats, with its gradient; 0 is off.",
-    )
-
-    @property
-    def serves_teacher(self) -> bool:
-        """Whether the run has a server of its own for the teacher."""
-        return self.advantage.needs.teacher and self.teacher.path is not None
 
 
 class TrainingConfig(Section):

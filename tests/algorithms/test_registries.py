@@ -12,9 +12,9 @@ from asyncrl.algorithms.corrections import CORRECTIONS
 from asyncrl.algorithms.divergence import ESTIMATORS
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.proximal import PROXIMALS
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.built import NOT_BUILT
 from asyncrl.config.entries import Advantage, Correction, KlEstimator, Loss, entries_of
-from asyncrl.config.schema import AlgorithmConfig
 
 KINDS = [("advantage", Advantage, ADVANTAGES), ("loss", Loss, LOSSES), ("correction", Correction, CORRECTIONS)]
 

@@ -39,6 +39,11 @@ def found(*overrides: str, facts: Facts = Facts()) -> list[Problem]:  # noqa: B0
             "algorithm.kl.where",
             "gmpo takes one per response",
         ),
+        (
+            [*REWARD, "algorithm.advantage=distillation", "algorithm.teacher.url=http://10.0.0.1:30000"],
+            "algorithm.kl.where",
+            "from the teacher, and the divergence would not reach it",
+        ),
         ([KL, "algorithm.reference.refresh_every=30"], "algorithm.reference.refresh_every", "lower it to at most 29"),
         ([KL, "algorithm.reference.refresh_every=1", "training.publish_every=30"], "algorithm.reference.refresh_every", "to 0"),
         ([KL, "algorithm.reference.path=builtin/arithmetic"], "algorithm.reference.path", "made for the policy alone"),

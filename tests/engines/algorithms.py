@@ -8,9 +8,9 @@ from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.aggregation import AGGREGATIONS
 from asyncrl.algorithms.corrections import CORRECTIONS
 from asyncrl.algorithms.losses import LOSSES, loss_needs
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.built import NOT_BUILT
 from asyncrl.config.entries import KlEstimator
-from asyncrl.config.schema import AlgorithmConfig
 
 LOSS_PARAMETERS: dict[str, dict[str, Any]] = {
     "dro": {"beta": 0.1},

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from asyncrl.algorithms.aggregation import response_coefficients
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.entries import Correction, Loss, entries_of
-from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.engines.fsdp.update import MicroBatchView, StepWork, micro_loss
 from tests.algorithms import reference_corrections, reference_losses
 from tests.algorithms.batches import Batch, random_batch, tensor

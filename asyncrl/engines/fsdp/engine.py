@@ -17,7 +17,8 @@ from asyncrl.algorithms.aggregation import response_coefficients
 from asyncrl.algorithms.mini_batch import is_needed
 from asyncrl.algorithms.proximal import PROXIMALS
 from asyncrl.algorithms.reports import correction_metrics
-from asyncrl.config.schema import AlgorithmConfig, Config
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.schema import Config
 from asyncrl.engines.fsdp import state
 from asyncrl.engines.fsdp.collate import (
     StepArrays,

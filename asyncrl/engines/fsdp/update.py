@@ -18,7 +18,7 @@ from asyncrl.algorithms.masking import clamped_log_ratio, masked, response_mean
 from asyncrl.algorithms.mini_batch import Judged, judge
 from asyncrl.algorithms.proximal import PROXIMALS, ProximalInputs
 from asyncrl.algorithms.reports import correction_sums
-from asyncrl.config.schema import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.engines.fsdp.collate import Ints, MicroInputs, StepArrays, micro_inputs
 from asyncrl.engines.fsdp.model import PolicyModel
 from asyncrl.scheduling.microbatches import MicroBatch
