@@ -39,7 +39,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.fsdp import FsdpLauncher, head, model
 from asyncrl.engines.fsdp.engine import FsdpEngine
 from asyncrl.engines.fsdp.sharding import clipped_norm
-from asyncrl.engines.fsdp.update import policy_log_probs, view
+from asyncrl.engines.fsdp.update import view
 from asyncrl.messages import GroupId, ScoredGroup
 from asyncrl.protocols import StepOutcome, TrainBatch
 from asyncrl.scheduling.minibatches import cut_minibatches
@@ -143,11 +143,13 @@ def bare_step(case: Case, *, proximal_pass: bool) -> None:
     for plan in plans:
         for micro_batch in plan.micro_batches:
             micro = view(work, micro_batch, engine._device)
-            log_probs_bt, _, anchor = policy_log_probs(engine._policy, micro)
+            inputs, zeros_bt = micro.inputs, torch.zeros(micro.mask_bt.shape)
+            log_probs_N, *_ = engine._policy(inputs.input_ids, inputs.rows_N, inputs.columns_N, inputs.targets_N)
+            log_probs_bt = zeros_bt.masked_scatter(micro.mask_bt, log_probs_N)
             proximal_bt = log_probs_bt.detach() if work.proximal_BT is None else micro.rows(work.proximal_BT)
             known = (log_probs_bt, proximal_bt, micro.rows(work.behaviour_BT), micro.rows(work.advantages_BT))
             losses = token_loss(engine._algorithm.loss, LossInputs(*known, torch.ones_like(log_probs_bt), micro.mask_bt))
-            ((losses.values_BT * plan.coefficients_B[micro.index, None]).sum() + anchor).backward()
+            (losses.values_BT * plan.coefficients_B[micro.index, None]).sum().backward()
         clipped_norm(engine._parameters, 1.0)
         engine._optimizer.step()
         engine._optimizer.zero_grad(set_to_none=True)
@@ -171,10 +173,22 @@ class HeadWithoutEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return head._TokenLogProbs.backward(ctx, *gradients)[:6]
+        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            scale = gradients[0][part, None] / ctx.temperature
+            logits = head._logits(hidden[part], weight, bias, ctx.temperature)
+            grad = (logits - normalisers[part, None]).exp_().mul_(-scale)
+            grad.scatter_add_(1, targets[part, None], scale)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.T @ hidden[part]
+        return grad_hidden, grad_weight, None, None, None, None
 
 
-def log_probs_alone(hidden: Any, weight: Any, bias: Any, targets: Any, *, temperature: float, squares: bool = False) -> Any:
+def log_probs_alone(hidden: Any, weight: Any, bias: Any, targets: Any, *, temperature: float, **_: Any) -> Any:
+    """In place of `head.token_log_probs`, for a head without a bias."""
+    assert bias is None
     chunk = max(1, head.CHUNK_ELEMENTS // weight.shape[0])
     log_probs = HeadWithoutEntropy.apply(hidden, weight, bias, targets, temperature, chunk)
     return log_probs, log_probs.detach()[:0], log_probs.detach()[:0]
