@@ -59,6 +59,14 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return logits if temperature == 1.0 else logits / temperature
 
 
+def _softmax(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(probabilities_NV, logsumexp_N) with one pass of exponentials for both: they are most of what an entropy costs."""
+    largest_N1 = logits_NV.amax(-1, keepdim=True)
+    probabilities_NV = (logits_NV - largest_N1).exp_()
+    sums_N1 = probabilities_NV.sum(-1, keepdim=True)
+    return probabilities_NV.div_(sums_N1), (largest_N1 + sums_N1.log())[:, 0]
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """d log p(target)/d logits = (onehot(target) − softmax)/temperature, d entropy/d logits = −softmax·(log softmax +
     entropy)/temperature; softmax is computed again from the saved logsumexp."""
@@ -82,9 +90,8 @@ class _TokenLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight, bias, temperature)
-            normalisers[part] = logits.logsumexp(-1)
+            probabilities, normalisers[part] = _softmax(logits)
             log_probs[part] = logits.gather(1, targets[part, None])[:, 0] - normalisers[part]
-            probabilities = (logits - normalisers[part, None]).exp_()
             if squares:
                 sums[part] = probabilities.square().sum(-1)
             entropies[part] = normalisers[part] - probabilities.mul_(logits).sum(-1)
