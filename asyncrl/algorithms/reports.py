@@ -49,18 +49,6 @@ def correction_metrics(sums: torch.Tensor, largest: torch.Tensor) -> dict[str, f
     return metrics
 
 
-def too_much_dropped(metrics: Mapping[str, float]) -> str | None:
-    """What to say when a correction dropped more than half of the tokens, or None: bounds for numeric mismatch (geo_mis) drop
-    nearly all that is stale."""
-    lost = metrics.get("correction/dropped", 0.0) + metrics.get("correction/vetoed", 0.0)
-    if lost <= 0.5:
-        return None
-    return (
-        f"the correction dropped {lost:.0%} of the trainable tokens: widen its bounds, lower rollout.max_staleness, or use one "
-        "that weighs, such as staleness_tis"
-    )
-
-
 def _figures(prefix: str, row: Sequence[float], largest: float) -> dict[str, float]:
     tokens, ratio, squared, k3, behaviour, proximal = row[: len(SUMS)]
     if not tokens:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.reports import correction_metrics, correction_sums, too_much_dropped
+from asyncrl.algorithms.reports import correction_metrics, correction_sums
 
 
 def report(seed: int, cuts: int = 1) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -64,12 +64,3 @@ def test_the_report_is_the_same_for_any_cut():
 
 def test_a_level_without_a_token_is_not_reported():
     assert not any("staleness_3" in name for name in report(0)[0])
-
-
-@pytest.mark.parametrize(
-    ("dropped", "vetoed", "said"), [(0.5, 0.0, False), (0.51, 0.0, True), (0.3, 0.3, True), (0.0, 0.0, False)]
-)
-def test_more_than_half_dropped_is_said(dropped, vetoed, said):
-    warning = too_much_dropped({"correction/dropped": dropped, "correction/vetoed": vetoed})
-    assert (warning is not None) == said
-    assert not said or "of the trainable tokens: widen its bounds" in warning

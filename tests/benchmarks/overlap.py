@@ -6,6 +6,7 @@
 The model is random and large enough that engine and trainer take ≥ 85 % of the CPU, which is checked too. Timed alone:
 the embedded engine generates the same groups in a server process of its own, with no pipeline round it; FSDP2 trains the same
 batches in this process, with nothing else running. Steps are timed between the first and the last of the middle ones.
+Three rounds of all four, one after the other; the ratios are taken within a round, and their median is judged.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 import threading
 import time
 import zlib
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -199,42 +201,67 @@ def _group(round_: int, number: int) -> ScoredGroup:
     )
 
 
+@dataclass(frozen=True)
+class Round:
+    """Seconds, and cores that engine and trainer took at bound 2, measured one after the other."""
+
+    generation_alone: float
+    training_alone: float
+    step_at_bound_0: float
+    step_at_bound_2: float
+    compute_cores: float
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        return {
+            "speed_up": self.step_at_bound_0 / self.step_at_bound_2,
+            "bound_0_cost": self.step_at_bound_0 / (self.generation_alone + self.training_alone),
+            "compute_share": self.compute_cores / 2,
+        }
+
+
+def measure(folder: Path, *, steps: int) -> Round:
+    model = make_model(folder / "model")
+    generation = time_generation(model, rounds=8)
+    bound_0 = time_pipeline(model, folder / "bound-0", bound=0, steps=steps)
+    training = time_training(pipeline(model, bound=0, steps=steps).config, model, rounds=8)
+    bound_2 = time_pipeline(model, folder / "bound-2", bound=2, steps=steps)
+    return Round(generation, training, bound_0["step_s"], bound_2["step_s"], bound_2["compute_cores"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
-    steps = parser.parse_args().steps
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        model = make_model(folder / "model")
-        generation = time_generation(model, rounds=8)
-        bound_2 = time_pipeline(model, folder / "bound-2", bound=2, steps=steps)
-        bound_0 = time_pipeline(model, folder / "bound-0", bound=0, steps=steps)
-        training = time_training(pipeline(model, bound=0, steps=steps).config, model, rounds=8)
-    speed_up = bound_0["step_s"] / bound_2["step_s"]
-    cost = bound_0["step_s"] / (generation + training)
-    share = bound_2["compute_cores"] / 2
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    chosen = parser.parse_args()
+    rounds = []
+    for _ in range(chosen.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            rounds.append(measure(Path(folder), steps=chosen.steps))
+        print(rounds[-1], flush=True)
+    report = judge(rounds)
+    print(json.dumps(report))
+    return 0 if report["ok"] else 1
+
+
+def judge(rounds: list[Round]) -> dict[str, Any]:
+    """By the median over the rounds, of ratios within each: a machine's speed is not the same all the time."""
+    found = {name: statistics.median(each.ratios[name] for each in rounds) for name in LIMITS}
     checks = [
-        _check("speed_up", speed_up, speed_up >= LIMITS["speed_up"]),
-        _check("bound_0_cost", cost, cost <= LIMITS["bound_0_cost"]),
-        _check("compute_share", share, share >= LIMITS["compute_share"]),
+        _check("speed_up", found["speed_up"], found["speed_up"] >= LIMITS["speed_up"]),
+        _check("bound_0_cost", found["bound_0_cost"], found["bound_0_cost"] <= LIMITS["bound_0_cost"]),
+        _check("compute_share", found["compute_share"], found["compute_share"] >= LIMITS["compute_share"]),
     ]
-    report: dict[str, Any] = {
+    return {
         "name": "overlap",
-        "ratio": round(speed_up, 3),
-        "ours": round(1 / bound_2["step_s"], 3),
-        "baseline": round(1 / bound_0["step_s"], 3),
+        "ratio": round(found["speed_up"], 3),
+        "ours": round(statistics.median(1 / each.step_at_bound_2 for each in rounds), 3),
+        "baseline": round(statistics.median(1 / each.step_at_bound_0 for each in rounds), 3),
         "limit": LIMITS["speed_up"],
         "ok": all(check["ok"] for check in checks),
         "checks": checks,
-        "seconds": {
-            "generation_alone": round(generation, 4),
-            "training_alone": round(training, 4),
-            "step_at_bound_0": round(bound_0["step_s"], 4),
-            "step_at_bound_2": round(bound_2["step_s"], 4),
-        },
+        "rounds": [{name: round(value, 4) for name, value in asdict(each).items()} for each in rounds],
     }
-    print(json.dumps(report))
-    return 0 if report["ok"] else 1
 
 
 def _check(name: str, value: float, ok: bool) -> dict[str, Any]:

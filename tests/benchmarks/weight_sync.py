@@ -6,11 +6,12 @@
     abort        the field's habit: abort what runs, load from disk, and ask for every response again from its prompt
 
 stall: the scheduler's decode loop held (staged: by its own clock; else from pause to continue, as the caller sees it).
-client gap: from a stream's last token before the swap to its next new one (abort: to the first that it had not had before).
+client gap: the largest of any stream in the 0.2 s before the swap and the 0.2 s after it (abort: from its last token to the first
+            that it had not had before; the median of the streams). A normal gap is the same without an update.
 
 - staged: stall p50 ≤ 1.5 × a memory copy of the model + 20 ms; client gap p50 ≤ a normal gap + the same; and throttled tenfold
   no longer than 1.2 × that + 10 ms, over 50 updates;
-- abort + resubmit: a client gap at least 10 × that of staged.
+- abort + resubmit, with responses of 100 tokens so far (of more it loses more): a client gap at least 10 × that of staged.
 
 Needs SGLang (bash deploy/sglang-cpu/install.sh). ASYNCRL_SGLANG_PYTHON names another environment's Python.
 """
@@ -49,6 +50,8 @@ from tests.weight_sync.stand_in import StagedModel
 
 STREAMS, PROMPT, CONTEXT = 16, list(range(2, 18)), 2048
 UPDATES, OTHER_UPDATES = 50, 10
+AROUND_SECONDS = 0.2  # before a swap and after it, in which gaps are looked for
+ABORTED_AT = 100  # tokens that each response has when it is aborted
 TIMEOUT = 60.0
 LIMITS = {"copies": 1.5, "stall_ms": 20.0, "throttled": 1.2, "throttled_ms": 10.0, "abort": 10.0}
 
@@ -93,8 +96,9 @@ class Figures:
     gaps: list[float] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
 
-    def summary(self) -> dict[str, float]:
-        return {
+    def summary(self, name: str) -> dict[str, float]:
+        """What is reported, and a line of it at once."""
+        found = {
             "stall_ms_p50": _p50(self.stalls),
             "transfer_ms_p50": _p50(self.transfers),
             "client_gap_ms_p50": _p50(self.gaps),
@@ -102,6 +106,11 @@ class Figures:
             "tokens_lost_per_update": round(statistics.fmean(self.lost), 1) if self.lost else 0.0,
             "updates": len(self.gaps),
         }
+        print(f"{name:26}", *(f"{key} {value:g}" for key, value in found.items()), flush=True)
+        return found
+
+
+Way = Callable[[PolicyVersion], Awaitable[Outcome]]
 
 
 class Bench:
@@ -116,43 +125,45 @@ class Bench:
     async def warm(self) -> None:
         await until(lambda: all(len(stream.tokens) >= 20 for stream in self.streams), TIMEOUT)
 
-    async def normal_gap_ms(self) -> float:
-        """The largest gap between two tokens of a stream, median of 20 stretches without an update."""
-        largest = []
-        for _ in range(20):
-            began = time.monotonic()
-            await asyncio.sleep(0.25)
-            largest.append(max(_largest_gap(stream.tokens, began) for stream in self.streams))
-        return _p50([1e3 * gap for gap in largest])
-
-    async def updates(
-        self, number: int, make: Callable[[PolicyVersion], Awaitable[Outcome]], *, rest_seconds: float = 0.2
-    ) -> Figures:
-        figures = Figures()
+    async def in_turn(self, number: int, ways: dict[str, Way]) -> tuple[dict[str, Figures], float]:
+        """So many updates each way, one after the other, because a step takes the longer the longer the responses are; with
+        the normal gap (ms) of stretches without one between them."""
+        figures: dict[str, Figures] = {name: Figures() for name in ways}
+        normal = []
         for _ in range(number):
-            await self._room()
-            self._version += 1
-            began = time.monotonic()
-            outcome = await make(PolicyVersion(1, self._version))
-            swapped = time.monotonic() - outcome.pause_seconds
-            await asyncio.sleep(rest_seconds)
-            figures.stalls.append(1e3 * outcome.pause_seconds)
-            figures.transfers.append(1e3 * outcome.transfer_seconds)
-            around = max(began, swapped - 0.2)
-            figures.gaps.append(1e3 * max(_largest_gap(stream.tokens, around) for stream in self.streams))
-            figures.lost.append(0)
-        return figures
+            for name, make in ways.items():
+                await self._room()
+                await asyncio.sleep(2 * AROUND_SECONDS)
+                normal.append(self._largest_gap_ms(time.monotonic() - 2 * AROUND_SECONDS))
+                await self._update(make, figures[name])
+        return figures, _p50(normal)
 
-    async def aborts(self, number: int, load: Callable[[PolicyVersion], Awaitable[Outcome]]) -> Figures:
+    async def _update(self, make: Way, figures: Figures) -> None:
+        self._version += 1
+        outcome = await make(PolicyVersion(1, self._version))
+        swapped = time.monotonic() - outcome.pause_seconds
+        await asyncio.sleep(AROUND_SECONDS)
+        figures.stalls.append(1e3 * outcome.pause_seconds)
+        figures.transfers.append(1e3 * outcome.transfer_seconds)
+        figures.gaps.append(self._largest_gap_ms(swapped - AROUND_SECONDS))
+        figures.lost.append(0)
+
+    def _largest_gap_ms(self, since: float) -> float:
+        """Of any stream."""
+        return 1e3 * max(_largest_gap(stream.tokens, since) for stream in self.streams)
+
+    async def aborts(self, number: int, load: Way) -> Figures:
         """Abort what runs, load, and let every stream begin anew; until each has a token more than it had."""
         figures = Figures()
+        asked = [stream.asked for stream in self.streams]
+        await self._abort_all()
+        await until(lambda: all(stream.asked > times for stream, times in zip(self.streams, asked, strict=True)), TIMEOUT)
         for _ in range(number):
-            await self._room()
+            await until(lambda: all(ABORTED_AT <= len(stream.tokens) <= CONTEXT - 300 for stream in self.streams), 4 * TIMEOUT)
             self._version += 1
             had, last = [len(stream.tokens) for stream in self.streams], [stream.tokens[-1] for stream in self.streams]
             asked = [stream.asked for stream in self.streams]
-            async with self.http.post(f"{self.server.url}/abort_request", json={"abort_all": True}):
-                pass
+            await self._abort_all()
             outcome = await load(PolicyVersion(1, self._version))
             gaps = []
             for stream, count, before, times in zip(self.streams, had, last, asked, strict=True):
@@ -163,6 +174,10 @@ class Bench:
             figures.gaps.append(1e3 * statistics.median(gaps))
             figures.lost.append(sum(had))
         return figures
+
+    async def _abort_all(self) -> None:
+        async with self.http.post(f"{self.server.url}/abort_request", json={"abort_all": True}):
+            pass
 
     async def _room(self) -> None:
         """No stream is near its end, where another begins."""
@@ -199,34 +214,35 @@ async def measure(folder: Path, updates: int, others: int) -> dict[str, Any]:
         endpoints = UpdateEndpoints(server.url, token=None, timeout_seconds=TIMEOUT)
         try:
             await bench.warm()
-            normal = await bench.normal_gap_ms()
 
             async def staged(version: PolicyVersion, rate: float | None = None) -> Outcome:
                 return await receiver.update(
                     bench.staged.order(version, bytes_per_second=rate, verify=False, timeout_seconds=TIMEOUT)
                 )
 
-            plain = await bench.updates(updates, staged)
-            full_rate = trainer.num_bytes / max(1e-3, _p50(plain.transfers) / 1e3)
-            slow = await bench.updates(updates // 5, lambda version: staged(version, full_rate / 10))
+            first, _ = await bench.in_turn(5, {"staged": staged})
+            slow = trainer.num_bytes / (10 * _p50(first["staged"].transfers) / 1e3)
             disk = HttpChannel(endpoints, DiskCarrier(endpoints, folder / "versions", folder / "model"), None)
-            by_disk = await bench.updates(others, lambda version: disk.update(_order(bench, version)))
-            aborted = await bench.aborts(others, lambda version: disk.update(_order(bench, version)))
             broadcast = HttpChannel(endpoints, BroadcastCarrier(endpoints, timeout_seconds=TIMEOUT), None)
-            by_broadcast = await bench.updates(others, lambda version: broadcast.update(_order(bench, version)))
+            ours, normal = await bench.in_turn(
+                updates, {"staged": staged, "staged_throttled_tenfold": lambda version: staged(version, slow)}
+            )
+            theirs, _ = await bench.in_turn(
+                others,
+                {
+                    "disk": lambda version: disk.update(_order(bench, version)),
+                    "broadcast": lambda version: broadcast.update(_order(bench, version)),
+                },
+            )
+            aborted = await bench.aborts(others, lambda version: disk.update(_order(bench, version)))
+            figures = {**ours, **theirs, "abort_and_resubmit": aborted}
+            ways = {name: each.summary(name) for name, each in figures.items()}
             await broadcast._carrier.close()
             await disk._carrier.close()
         finally:
             await bench.close()
             await receiver.close()
             await endpoints.close()
-    ways = {
-        "staged": plain.summary(),
-        "staged_throttled_tenfold": slow.summary(),
-        "broadcast": by_broadcast.summary(),
-        "disk": by_disk.summary(),
-        "abort_and_resubmit": aborted.summary(),
-    }
     return judge(ways, copy_ms=copy_ms, normal_ms=normal, megabytes=trainer.num_bytes / 1e6)
 
 
@@ -278,8 +294,6 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
         result = asyncio.run(measure(Path(folder), chosen.updates, chosen.others))
-        for name, figures in result["ways"].items():
-            print(f"{name:26}", *(f"{key} {value:g}" for key, value in figures.items()))
         print(json.dumps(result))
         return 0 if result["ok"] else 1
     return 130

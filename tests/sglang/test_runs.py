@@ -7,6 +7,8 @@ import contextlib
 import json
 import signal
 import subprocess
+import urllib.error
+import urllib.request
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -178,3 +180,50 @@ def test_without_any_server_left_the_run_ends_with_a_sentence_that_says_so(tmp_p
     assert "no inference server is left and none comes back" in run.summary["error"]
     assert "no inference server is left" in run.text
     assert asyncrl("audit", str(run.run_dir)).returncode == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_when_the_process_that_owns_a_server_is_killed(tmp_path):
+    """Its server ends with it; another owner starts another."""
+    run = launched(tmp_path, *SHORT, "inference.servers=2", "inference.max_batch=32", "training.steps=4000")
+    try:
+        run.until_step(10, 200)
+        owner = pids_of(run.status())["inference/0"]
+        served = server_processes(owner)
+        psutil.Process(owner).kill()
+        until(lambda: pids_of(run.status()).get("inference/0", owner) != owner, 30, "another owner")
+        until(lambda: not any(process.is_running() for process in served), 30, "the first one's server is ended")
+        until(lambda: state(run, "inference/0") == "serving" and version(run, "inference/0") is not None, 150, "it serves")
+        before = len(run.lines("metrics.jsonl"))
+        until(lambda: len(run.lines("metrics.jsonl")) > before + 5, 60, "steps with both")
+        assert run.command("stop").returncode == 0
+        assert run.wait(60) == 130, run.text
+    finally:
+        end(run)
+    assert run.summary["samples"]["failed"] == 0, "no trajectory was lost"
+    assert run.summary["sync"]["verified"] is True
+    assert run.command("audit").returncode == 0
+    until(lambda: leftovers(run.run_dir) == [], 10, "a clean end")
+    assert bearing_a_mark(tmp_path) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_beyond_loopback_a_server_answers_the_run_alone(tmp_path):
+    """HTTP with the run's token, weights under the run's keys."""
+    run = launched(tmp_path, *SHORT, "training.steps=100000", "cluster.bind_address=0.0.0.0")
+    try:
+        run.until_step(5, 200)
+        [server] = json.loads(run.command("servers list", "--json").stdout)["servers"]
+        assert "127.0.0.1" not in server["url"]
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{server['url']}/model_info", timeout=10)
+        assert refused.value.code == 401
+        assert run.command("stop").returncode == 0
+        assert run.wait(60) == 130, run.text
+    finally:
+        end(run)
+    assert run.summary["sync"]["verified"] is True
+    assert run.summary["staleness"]["max"] >= 1, "new versions came through"
+    assert run.command("audit").returncode == 0

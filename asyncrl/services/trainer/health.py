@@ -48,6 +48,12 @@ RULES = (
         high=0.5,
     ),
     Rule(
+        "correction/vetoed",
+        "of the tokens are dropped by the veto",
+        "lower its bound algorithm.correction.veto, rollout.max_staleness or training.learning_rate",
+        high=0.5,
+    ),
+    Rule(
         "policy/entropy",
         "nats of entropy are left, a small part of what there was at first",
         "the policy no longer explores: raise rollout.temperature, or lower training.learning_rate",
