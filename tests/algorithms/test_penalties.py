@@ -14,7 +14,7 @@ from tests.algorithms import reference_advantages as reference
 from tests.algorithms.batches import Batch, random_batch, tensor
 
 AT_ITS_TOKEN = ("gae", "reinforce_pp")
-SUMMED = [name for name in ADVANTAGES if name not in (*AT_ITS_TOKEN, "gdpo")]
+SUMMED = [name for name in ADVANTAGES if name not in (*AT_ITS_TOKEN, "gdpo", "distillation")]
 
 
 def given(batch: Batch) -> RewardBatch:

@@ -79,8 +79,15 @@ import asyncio, sys
 from pathlib import Path
 from tests.engines.sglang.test_process import made
 
+async def tell(server, folder):
+    while len(server._files) < 2:
+        await asyncio.sleep(0.05)
+    (folder / "looked").touch()
+
 async def main():
-    server = made(Path(sys.argv[1]), sys.argv[2])
+    folder = Path(sys.argv[1])
+    server = made(folder, sys.argv[2])
+    telling = asyncio.create_task(tell(server, folder))
     try:
         await server.start(600)
         await server.wait()
@@ -98,7 +105,7 @@ async def test_nothing_of_a_server_is_left_whoever_is_killed_and_when(tmp_path, 
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, str(tmp_path), moment)
     log = tmp_path / "server.log"
     await until(lambda: log.exists() and "kept" in log.read_text(), 30)
-    await asyncio.sleep(1.5)  # its owner has looked
+    await until((tmp_path / "looked").exists, 30)  # its owner, at the files
     server = psutil.Process(owner.pid).children()[0]
     family = [server, *server.children(recursive=True)]
     assert len(family) == 3, "the server, its child, its resource tracker"
