@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import os
 import pathlib
 import pickle
@@ -43,6 +45,28 @@ def test_what_is_read_is_what_dcp_itself_would_read(folder, content):
     assert mine.state_dict_metadata == theirs.state_dict_metadata
     assert mine.storage_data == theirs.storage_data
     assert mine.version == theirs.version
+
+
+class _ByName(pickle.Pickler):
+    """Writes the members of enumerations by their names, as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_what_other_pythons_write_of_an_enumeration_is_read_too(folder, content):
+    written = io.BytesIO()
+    _ByName(written).dump(dcps_own(content))
+    assert b"getattr" in written.getvalue()
+    assert parse_metadata(written.getvalue(), FILE) == read_metadata(folder)
+
+
+@pytest.mark.parametrize("owner", [torch.Size, Metadata, MetadataIndex], ids=lambda owner: owner.__name__)
+def test_an_attribute_of_anything_but_an_enumeration_is_refused(content, owner):
+    metadata = dcps_own(content)
+    metadata.storage_data["index"] = Evil(getattr, owner, "__init__")
+    with pytest.raises(CheckpointError, match="no class of DCP's"):
+        parse_metadata(pickle.dumps(metadata), FILE)
 
 
 class Evil:
