@@ -102,8 +102,8 @@ async def test_a_message_larger_than_the_topic_is_refused_and_nothing_of_its_cal
 
 async def test_a_message_that_breaks_a_rule_is_refused_by_the_sender(queue):
     await queue.open(topic())
-    with pytest.raises(MalformedFrame, match="member is below group_size"):
-        await queue.sender().send([trajectory(0, member=8, group_size=8)])
+    with pytest.raises(MalformedFrame, match="member is at most group_size"):
+        await queue.sender().send([trajectory(0, member=9, group_size=8)])
 
 
 async def test_sixteen_interleaved_groups_of_eight_pass_through_room_for_eight(queue):
