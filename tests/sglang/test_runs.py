@@ -192,9 +192,9 @@ def test_a_run_goes_on_when_the_process_that_owns_a_server_is_killed(tmp_path):
         owner = pids_of(run.status())["inference/0"]
         served = server_processes(owner)
         psutil.Process(owner).kill()
-        until(lambda: pids_of(run.status()).get("inference/0", owner) != owner, 30, "another owner")
-        until(lambda: not any(process.is_running() for process in served), 30, "the first one's server is ended")
-        until(lambda: state(run, "inference/0") == "serving" and version(run, "inference/0") is not None, 150, "it serves")
+        until(lambda: not any(process.is_running() for process in served), 60, "the first one's server is ended")
+        until(lambda: pids_of(run.status()).get("inference/0", owner) != owner, 120, "another owner, whose server is up")
+        until(lambda: state(run, "inference/0") == "serving" and version(run, "inference/0") is not None, 60, "it serves")
         before = len(run.lines("metrics.jsonl"))
         until(lambda: len(run.lines("metrics.jsonl")) > before + 5, 60, "steps with both")
         assert run.command("stop").returncode == 0
@@ -220,6 +220,7 @@ def test_beyond_loopback_a_server_answers_the_run_alone(tmp_path):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{server['url']}/model_info", timeout=10)
         assert refused.value.code == 401
+        refused.value.close()
         assert run.command("stop").returncode == 0
         assert run.wait(60) == 130, run.text
     finally:
